@@ -1,0 +1,126 @@
+"""Configuration, read once into frozen values. Everything "auto" is resolved by the engine at start and can be printed.
+
+- `EngineConfig`: what a user may have an opinion on, in vLLM's words where it has one.
+- `CoreConfig`: the part the scheduler needs, with every value resolved.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from perdure.api.errors import InvalidValue
+from perdure.api.sampling import LogprobsMode
+
+
+class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What decisions depend on. Lengths are in tokens.
+
+    vocab_size: the width of the logits. end_token_ids: the model's whole set. paused_pages: how many pages paused
+    requests may keep together. replica: this engine's index, for derived seeds.
+    """
+
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    end_token_ids: tuple[int, ...] = ()
+    paused_pages: int = 0
+    enable_prefix_caching: bool = True
+    max_num_waiting: int | None = None
+    logprobs_mode: LogprobsMode = "raw"
+    seed: int = 0
+    replica: int = 0
+
+    @property
+    def max_num_tokens(self) -> int:
+        """The longest request, prompt and output together, that can ever run here."""
+        return min(self.max_model_len, self.num_pages * self.page_size)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of an engine; None and "auto" are resolved at start (`perdure info` prints them).
+
+    model: a directory, a .gguf file, or None for the default model. dtype: float32 is what a CPU without a bf16 unit
+    runs, whatever the checkpoint says. num_pages or kv_cache_bytes: size of the KV pool; neither = room for
+    max_num_seqs requests of full length, within a quarter of the memory that is free.
+    max_num_batched_tokens: most positions computed in one step. steps_in_flight: 1 = plan only after the step before
+    is known, 2 = overlapped, up to 4. batch_invariant: bitwise results whatever the schedule.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    page_size: int = 16
+    num_pages: int | None = None
+    kv_cache_bytes: int | None = None
+    paused_pages: int | None = None
+    enable_prefix_caching: bool = True
+    steps_in_flight: int = 2
+    batch_invariant: bool = True
+    logprobs_mode: LogprobsMode = "raw"
+    attention_backend: str = "auto"
+    max_num_waiting: int | None = None
+    return_prompt: bool = False
+    journal: str | None = None
+    check_integrity: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InvalidValue(f"{name}={value!r} is not an integer")
+            if value < low or (high is not None and value > high):
+                bounds = f"at least {low}" if high is None else f"{low} to {high}"
+                raise InvalidValue(f"{name}={value} is out of range: {bounds}")
+        for name, allowed in _CHOICES:
+            if getattr(self, name) not in allowed:
+                raise InvalidValue(f"{name}={getattr(self, name)!r} is none of {', '.join(allowed)}")
+        if self.num_pages is not None and self.kv_cache_bytes is not None:
+            raise InvalidValue(f"num_pages={self.num_pages} and kv_cache_bytes={self.kv_cache_bytes}: give only one")
+
+    @staticmethod
+    def of(**settings: Any) -> EngineConfig:
+        """Build from keywords as users write them; `block_size` is accepted for `page_size`."""
+        if "block_size" in settings:
+            settings.setdefault("page_size", settings["block_size"])
+            if settings.pop("block_size") != settings["page_size"]:
+                raise InvalidValue("block_size is another name of page_size; they differ")
+        known = EngineConfig.__struct_fields__
+        for name in settings:
+            if name not in known:
+                raise InvalidValue(f"unknown setting {name!r}; the settings are: {', '.join(known)}")
+        return EngineConfig(**settings)
+
+
+_RANGES: tuple[tuple[str, int, int | None], ...] = (
+    ("seed", 0, 2**64 - 1),
+    ("max_model_len", 1, None),
+    ("max_num_seqs", 1, 65536),
+    ("max_num_batched_tokens", 1, None),
+    ("page_size", 1, 256),
+    ("num_pages", 1, None),
+    ("kv_cache_bytes", 1, None),
+    ("paused_pages", 0, None),
+    ("steps_in_flight", 1, 4),
+    ("max_num_waiting", 1, None),
+)
+_OPTIONAL = ("max_model_len", "num_pages", "kv_cache_bytes", "paused_pages", "max_num_waiting")
+_CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("dtype", ("auto", "float32", "bfloat16", "float16")),
+    ("device", ("auto", "cpu")),
+    ("load_format", ("auto", "dummy")),
+    ("logprobs_mode", ("raw", "processed")),
+    ("attention_backend", ("auto", "tiled", "plain", "reference")),
+)

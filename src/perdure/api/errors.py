@@ -1,0 +1,46 @@
+"""Errors a user can meet. Each names the field, the value and the limit it broke.
+
+- A value wrong by itself (settings, configuration) raises `InvalidValue` where it is built.
+- What admission refuses ends that one request; `generate` returns it in place as a result with `error` set.
+- `EngineDead` is sticky: every waiter and every later call gets it.
+"""
+
+from __future__ import annotations
+
+
+class PerdureError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InvalidValue(PerdureError, ValueError):
+    """A setting, prompt or id outside what is allowed; the message names field, value and limit."""
+
+
+class MaxSequenceLengthOverflow(InvalidValue):
+    """The prompt leaves no room under `max_model_len`."""
+
+
+class ModelLoadError(PerdureError, ValueError):
+    """A model's files are damaged, incomplete or of a kind that is not supported."""
+
+
+class ModelNotFound(ModelLoadError, FileNotFoundError):
+    """Nothing usable lies where the model was looked for."""
+
+    __str__ = Exception.__str__
+
+
+class StateError(PerdureError, RuntimeError):
+    """The engine's state does not allow this call; nothing was changed."""
+
+
+class QueueFull(PerdureError, RuntimeError):
+    """The waiting queue has reached `max_num_waiting`."""
+
+
+class EngineDead(PerdureError, RuntimeError):
+    """The engine met a fault it cannot recover from; it stays dead and says why."""
+
+
+class StepFailed(PerdureError, RuntimeError):
+    """The step that held this request raised; the request ends with this error."""

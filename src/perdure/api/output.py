@@ -1,0 +1,79 @@
+"""Results as callers see them, in vLLM's shape, the same for every ending. Built once, from the record, and copied out."""
+
+from __future__ import annotations
+
+import msgspec
+
+from perdure.api.event import FinishReason
+from perdure.api.request import RequestId
+from perdure.api.scores import TokenScores
+
+
+class CompletionOutput(msgspec.Struct, frozen=True):
+    """One sample. len(token_ids) == len(logprobs) whenever scores were asked, in each streamed part too.
+
+    stop_reason: None for an end id of the model, else the id, the sequence or the string that stopped it.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: TokenScores | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | tuple[int, ...] | str | None = None
+
+    @property
+    def selected_logprobs(self) -> list[float] | None:
+        """The chosen tokens' scores alone."""
+        return None if self.logprobs is None else list(self.logprobs.chosen)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return None if self.logprobs is None else float(sum(self.logprobs.chosen))
+
+
+class RequestMetrics(msgspec.Struct, frozen=True):
+    """Seconds on one monotonic clock, and what happened on the way. first_token_time is None if no token came."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float | None
+    num_pauses: int = 0
+    num_evictions: int = 0
+
+
+class RequestOutput(msgspec.Struct, frozen=True):
+    """One request's result, or one streamed part of it (`finished` False).
+
+    prompt and prompt_token_ids are None unless asked by `return_prompt`. error: what ended it, with reason "error".
+    exact: nothing on the way weakened the promise that this equals the undisturbed run.
+    """
+
+    request_id: RequestId
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: TokenScores | None = None
+    num_cached_tokens: int = 0
+    exact: bool = True
+    metrics: RequestMetrics | None = None
+    error: Exception | None = None
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """A snapshot of the scheduler. Counts of requests are of now, the others since start."""
+
+    state: str
+    num_pages: int
+    num_free_pages: int
+    num_running: int
+    num_waiting: int
+    num_paused: int
+    num_requests: int
+    num_pauses: int
+    num_evictions: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int

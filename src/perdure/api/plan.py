@@ -1,0 +1,105 @@
+"""The two values that cross between deciding and executing: `StepPlan` down, `StepOutput` up.
+
+- Both are columns of plain host numbers, complete in themselves and serialisable (no tensor, no object of core).
+- `StepPlan` names rows by slot; `request` carries the engine's serial number so that an output cannot be misread.
+- A plan asks for exactly what requests asked; the device computes nothing provisional.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+DEVICE_POSITION = -1
+"""`start` of a row that goes on where its device row stands, with the token sampled last into that row."""
+
+
+class RowInit(msgspec.Struct, frozen=True, array_like=True):
+    """Settings a device row gets when a request takes a slot. They stay until the slot's next `RowInit`.
+
+    A sampled token at absolute position p has output index p - prompt_length; the draw's key is (seed, output index).
+    `masked_ids` cannot be sampled while the output index is below `min_tokens`.
+    `num_logprobs`: -2 none, -1 whole vocabulary, 0 chosen only, k the k best (`NO_LOGPROBS` below).
+    """
+
+    slot: int
+    request: int
+    prompt_length: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    min_tokens: int
+    masked_ids: tuple[int, ...]
+    num_logprobs: int
+    num_prompt_logprobs: int
+    processed_logprobs: bool
+
+
+NO_LOGPROBS = -2
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One step. Row i computes positions start[i] .. start[i] + length[i] - 1 of the request in slot[i].
+
+    start[i] = DEVICE_POSITION: one position, where the device row stands, with the token sampled last into it, and
+        num_tokens[i] = 0. Otherwise num_tokens[i] = length[i] ids of `tokens` belong to the row.
+    sample[i] = 1: draw the token that follows the row's last position; 0: draw nothing.
+    num_targets[i] ids of `targets` are known prompt tokens to score; the first of them stands at absolute position
+        target_start[i] (so its score comes from the logits at target_start[i] - 1, which this row computes).
+    Applied before any row runs, in this order: `row_inits`; the block table entries (table_slot, table_index,
+        table_page); then every page of `fresh_pages` is cleared.
+    """
+
+    step: int
+    request: list[int]
+    slot: list[int]
+    start: list[int]
+    length: list[int]
+    num_tokens: list[int]
+    tokens: list[int]
+    sample: list[int]
+    target_start: list[int]
+    num_targets: list[int]
+    targets: list[int]
+    row_inits: list[RowInit]
+    table_slot: list[int]
+    table_index: list[int]
+    table_page: list[int]
+    fresh_pages: list[int]
+
+
+class ScoreColumns(msgspec.Struct, frozen=True, array_like=True):
+    """Scores of tokens, one entry a scored token, flat: `row` is the plan's row, `position` the token's absolute one.
+
+    chosen: natural-log probability of that token. rank: 1 = the most likely. num_top[j] pairs of (top_ids,
+    top_scores), best first (ties to the lower id), belong to entry j; 0 where only the chosen score was asked.
+    Entries of one row are contiguous, in order of position, and rows come in the plan's order.
+    """
+
+    row: list[int]
+    position: list[int]
+    chosen: list[float]
+    rank: list[int]
+    num_top: list[int]
+    top_ids: list[int]
+    top_scores: list[float]
+
+    @staticmethod
+    def empty() -> ScoreColumns:
+        return ScoreColumns([], [], [], [], [], [], [])
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What a step gave: num_sampled[i] of `tokens` belong to the plan's row i (0 where nothing was to be sampled).
+
+    records: scores of sampled tokens, one for each sampled token of a row that asked. prompt_records: of targets.
+    errors: (row, message) pairs; such a row has no token, and its scores are absent.
+    """
+
+    step: int
+    num_sampled: list[int]
+    tokens: list[int]
+    records: ScoreColumns
+    prompt_records: ScoreColumns
+    errors: list[tuple[int, str]]

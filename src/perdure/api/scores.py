@@ -1,0 +1,120 @@
+"""`TokenScores`: the scores of consecutive tokens, flat inside, the familiar dictionaries only on access.
+
+Entry i holds the chosen token's natural-log probability and rank and, where asked, the best ids with theirs. Indexing
+gives `{token_id: Logprob}`, best first, with the chosen token added last if it is not among the best.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import msgspec
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """logprob: natural log. rank: 1 = most likely. decoded_token: the id's own text, if the engine decodes."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+class TokenScores(Sequence["dict[int, Logprob] | None"]):
+    """Columns of float32 and int32, appended to by the engine and never changed afterwards.
+
+    leading_none: entry 0 is None (a prompt's first token has no score).
+    """
+
+    __slots__ = ("chosen", "leading_none", "num_top", "rank", "token_ids", "top_first", "top_ids", "top_scores")
+
+    def __init__(self, leading_none: bool = False) -> None:
+        self.leading_none = leading_none
+        self.token_ids = array("i")
+        self.chosen = array("f")
+        self.rank = array("i")
+        self.num_top = array("i")
+        self.top_first = array("q")
+        self.top_ids = array("i")
+        self.top_scores = array("f")
+
+    def append(
+        self, token_id: int, chosen: float, rank: int, top_ids: Sequence[int], top_scores: Sequence[float]
+    ) -> None:
+        self.token_ids.append(token_id)
+        self.chosen.append(chosen)
+        self.rank.append(rank)
+        self.num_top.append(len(top_ids))
+        self.top_first.append(len(self.top_ids))
+        if top_ids:
+            self.top_ids.extend(top_ids)
+            self.top_scores.extend(top_scores)
+
+    @property
+    def num_scored(self) -> int:
+        return len(self.chosen)
+
+    def cut(self, first: int, end: int) -> TokenScores:
+        """A copy of scored entries first .. end - 1, without the leading None."""
+        part = TokenScores()
+        for i in range(first, end):
+            low = self.top_first[i]
+            high = low + self.num_top[i]
+            part.append(
+                self.token_ids[i], self.chosen[i], self.rank[i], self.top_ids[low:high], self.top_scores[low:high]
+            )
+        return part
+
+    def copy(self) -> TokenScores:
+        """The same entries in columns of its own."""
+        twin = TokenScores(self.leading_none)
+        twin.extend(self)
+        return twin
+
+    def extend(self, other: TokenScores) -> None:
+        shift = len(self.top_ids)
+        self.token_ids.extend(other.token_ids)
+        self.chosen.extend(other.chosen)
+        self.rank.extend(other.rank)
+        self.num_top.extend(other.num_top)
+        self.top_first.extend(array("q", [first + shift for first in other.top_first]))
+        self.top_ids.extend(other.top_ids)
+        self.top_scores.extend(other.top_scores)
+
+    def _entry(self, i: int) -> dict[int, Logprob]:
+        low = self.top_first[i]
+        entry = {
+            self.top_ids[low + j]: Logprob(self.top_scores[low + j], j + 1) for j in range(self.num_top[i])
+        }
+        entry.setdefault(self.token_ids[i], Logprob(self.chosen[i], self.rank[i]))
+        return entry
+
+    def __len__(self) -> int:
+        return len(self.chosen) + self.leading_none
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob] | None]: ...
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | None | list[dict[int, Logprob] | None]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"entry {index} of {len(self)}")
+        at = index % len(self) - self.leading_none
+        return None if at < 0 else self._entry(at)
+
+    def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
+        return (self[i] for i in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        """Bitwise equality of every column."""
+        if not isinstance(other, TokenScores):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"TokenScores({list(self)!r})"

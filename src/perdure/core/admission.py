@@ -1,0 +1,67 @@
+"""Admission: defaults, then checks, then creation. A refusal raises before anything of the request exists.
+
+What is resolved here belongs to the request from then on: its seed, its clipped budget, its stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from perdure.api.config import CoreConfig
+from perdure.api.errors import InvalidValue, MaxSequenceLengthOverflow
+from perdure.api.request import Request
+from perdure.core.state import RequestState
+from perdure.core.stopping import CursorFactory, StopRule
+
+_MASK64 = 2**64 - 1
+
+
+def admit(request: Request, arrival: int, config: CoreConfig, make_cursor: CursorFactory) -> RequestState:
+    """The new request, waiting. Raises `InvalidValue` or `MaxSequenceLengthOverflow`."""
+    params = request.params
+    _check_ids("prompt_token_ids", request.prompt_token_ids, config.vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
+    for sequence in params.stop_token_sequences:
+        _check_ids("stop_token_sequences", sequence, config.vocab_size)
+    max_output = _output_budget(request, config)
+    stops = StopRule(request, config.end_token_ids, max_output, make_cursor)
+    seed = params.seed if params.seed is not None else derived_seed(config.seed, config.replica, arrival)
+    return RequestState(request, arrival, seed, stops)
+
+
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        at, token = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
+        raise InvalidValue(f"{field}[{at}]={token} is not a token id of this model: 0 to {vocab_size - 1}")
+
+
+def _output_budget(request: Request, config: CoreConfig) -> int:
+    """New tokens at most: what was asked, clipped to the room."""
+    length, asked = len(request.prompt_token_ids), request.params.max_tokens
+    if length == 0:
+        raise InvalidValue("the prompt is empty: it needs at least one token")
+    least_output = 0 if asked == 0 else 1
+    if length + least_output > config.max_model_len:
+        raise MaxSequenceLengthOverflow(
+            f"the prompt has {length} tokens, max_model_len is {config.max_model_len}"
+            + (", and at least one new token was asked" if length == config.max_model_len else "")
+        )
+    capacity = config.num_pages * config.page_size
+    if length + least_output > capacity:
+        raise InvalidValue(
+            f"the request needs room for {length + least_output} tokens, the KV pool holds {capacity} "
+            f"(num_pages={config.num_pages} of page_size={config.page_size})"
+        )
+    room = config.max_num_tokens - length
+    return room if asked is None else min(asked, room)
+
+
+def derived_seed(engine_seed: int, replica: int, arrival: int) -> int:
+    """The seed of a request that has none: SplitMix64's finaliser (Steele, Lea, Flood 2014) over the three numbers."""
+    state = engine_seed
+    for part in (replica, arrival):
+        state = (state + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+        state ^= state >> 31
+    return state

@@ -1,0 +1,116 @@
+"""`PlanDraft`: a `StepPlan` in the making. The one door through which pages, table entries and rows enter a plan.
+
+Every private page comes from here, so none can be missing from `fresh_pages`.
+"""
+
+from __future__ import annotations
+
+from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, RowInit, StepPlan
+from perdure.api.sampling import ALL_LOGPROBS
+from perdure.core.pages import PagePool
+from perdure.core.state import RequestState
+
+
+class PlanDraft:
+    """tokens_left: what remains of the step's budget."""
+
+    def __init__(self, step: int, budget: int, pool: PagePool) -> None:
+        self.tokens_left = budget
+        self._pool = pool
+        self._plan = StepPlan(step, [], [], [], [], [], [], [], [], [], [], [], [], [], [], [])
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._plan.request)
+
+    def finish(self) -> StepPlan:
+        return self._plan
+
+    def grow(self, state: RequestState, count: int) -> None:
+        """Give the request count private pages; they are cleared before this step's rows run."""
+        pages = self._pool.take(count)
+        self._plan.fresh_pages.extend(pages)
+        self._enter(state, pages)
+
+    def share(self, state: RequestState, pages: list[int]) -> None:
+        """Give the request published pages; they keep their content."""
+        self._pool.share(pages)
+        self._enter(state, pages)
+
+    def _enter(self, state: RequestState, pages: list[int]) -> None:
+        plan, first = self._plan, len(state.pages)
+        plan.table_slot.extend([state.slot] * len(pages))
+        plan.table_index.extend(range(first, first + len(pages)))
+        plan.table_page.extend(pages)
+        state.pages.extend(pages)
+
+    def init_row(self, state: RequestState, vocab_size: int, logprobs_mode: str) -> None:
+        """Give the device row this request's settings."""
+        params = state.request.params
+        self._plan.row_inits.append(
+            RowInit(
+                slot=state.slot,
+                request=state.arrival,
+                prompt_length=state.prompt_length,
+                temperature=float(params.temperature),
+                top_k=params.top_k if 0 < params.top_k < vocab_size else 0,
+                top_p=float(params.top_p),
+                min_p=float(params.min_p),
+                seed=state.seed,
+                min_tokens=params.min_tokens,
+                masked_ids=state.stops.masked_ids,
+                num_logprobs=_num_logprobs(params.logprobs, vocab_size),
+                num_prompt_logprobs=_num_logprobs(params.prompt_logprobs, vocab_size),
+                processed_logprobs=(params.logprobs_mode or logprobs_mode) == "processed",
+            )
+        )
+
+    def decode(self, state: RequestState) -> None:
+        """One position, where the device row stands."""
+        plan = self._plan
+        plan.request.append(state.arrival)
+        plan.slot.append(state.slot)
+        plan.start.append(DEVICE_POSITION)
+        plan.length.append(1)
+        plan.num_tokens.append(0)
+        plan.sample.append(1)
+        plan.target_start.append(0)
+        plan.num_targets.append(0)
+        state.num_planned += 1
+        state.in_flight += 1
+        self.tokens_left -= 1
+
+    def prefill(self, state: RequestState, length: int) -> None:
+        """The next `length` positions, their tokens given."""
+        plan, start = self._plan, state.num_planned
+        end = start + length
+        plan.request.append(state.arrival)
+        plan.slot.append(state.slot)
+        plan.start.append(start)
+        plan.length.append(length)
+        plan.num_tokens.append(length)
+        plan.tokens.extend(state.tokens[start:end])
+        plan.sample.append(1 if end == len(state.tokens) else 0)
+        self._score_prompt(state, start, end)
+        state.num_planned = end
+        state.in_flight += 1
+        self.tokens_left -= length
+
+    def _score_prompt(self, state: RequestState, start: int, end: int) -> None:
+        """Ask for the scores of the prompt tokens that follow these positions and are not recorded yet."""
+        plan = self._plan
+        first, last = start + 1, min(end + 1, state.prompt_length)
+        if state.prompt_scores is None:
+            last = first
+        else:
+            first = max(first, state.prompt_scores.num_scored + 1)
+        count = max(0, last - first)
+        plan.target_start.append(first if count else 0)
+        plan.num_targets.append(count)
+        plan.targets.extend(state.tokens[first : first + count])
+
+
+def _num_logprobs(asked: int | None, vocab_size: int) -> int:
+    if asked is None:
+        return NO_LOGPROBS
+    return ALL_LOGPROBS if asked == ALL_LOGPROBS else min(asked, vocab_size)

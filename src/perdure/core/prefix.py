@@ -1,0 +1,59 @@
+"""The prefix index: which committed full pages can be reused by a prompt that begins with the same tokens.
+
+- A node is one full page of tokens under its parent node; a key holds the tokens themselves, so a hit is never a guess.
+- Nodes are published by commit only, from committed tokens, parents first; the content of a published page never changes.
+- The first to publish a key keeps it; a later page with equal tokens stays private to its request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+ROOT = 0
+
+
+class PrefixIndex:
+    """Nodes are named by serial numbers never used twice, so a key under a forgotten parent can never be found."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._page_of: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+        self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._next_node = ROOT + 1
+
+    def match(self, tokens: Sequence[int], max_tokens: int) -> tuple[list[int], list[int]]:
+        """Pages and nodes of the longest published prefix of at most max_tokens tokens."""
+        pages: list[int] = []
+        nodes: list[int] = []
+        size, parent = self.page_size, ROOT
+        for first in range(0, max_tokens - size + 1, size):
+            found = self._page_of.get((parent, tuple(tokens[first : first + size])))
+            if found is None:
+                break
+            page, parent = found
+            pages.append(page)
+            nodes.append(parent)
+        return pages, nodes
+
+    def publish(self, parent: int, tokens: Sequence[int], page: int) -> tuple[int, bool]:
+        """The node of this page's tokens under the parent, and whether it now names this page."""
+        key = (parent, tuple(tokens))
+        found = self._page_of.get(key)
+        if found is not None:
+            return found[1], False
+        node = self._next_node
+        self._next_node += 1
+        self._page_of[key] = (page, node)
+        self._key_of[page] = key
+        return node, True
+
+    def forget(self, page: int) -> None:
+        """The page is about to be handed out again."""
+        del self._page_of[self._key_of.pop(page)]
+
+    def clear(self) -> list[int]:
+        """Forget every node; returns the pages that were named."""
+        pages = list(self._key_of)
+        self._page_of.clear()
+        self._key_of.clear()
+        return pages

@@ -1,0 +1,437 @@
+"""`Scheduler`: applies commands, plans steps, commits what came of them.
+
+- Residents (with slot and pages) and waiting requests are two lists, each in order (priority, arrival).
+- A step first continues residents that decode, then those in prefill, then admits: first come, first served, nobody
+  overtakes. All of it under one token budget.
+- Pages for a prefill are taken whole at admission, so a prefill never stalls; a decoding row takes one at a time.
+- A request's end is decided here and once: by stop or length in `commit`, by abort in `apply`, by error in `commit`.
+- Work in `plan` and `commit` is O(rows), never O(context).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from perdure.api import command as cmd
+from perdure.api import event as ev
+from perdure.api.config import CoreConfig
+from perdure.api.errors import InvalidValue, PerdureError, QueueFull, StateError, StepFailed
+from perdure.api.event import Event, Failure, FinishReason, StopMatch
+from perdure.api.output import Stats
+from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
+from perdure.api.request import Request, RequestId
+from perdure.api.scores import TokenScores
+from perdure.core import budget, preempt
+from perdure.core.admission import admit
+from perdure.core.control import Control
+from perdure.core.draft import PlanDraft
+from perdure.core.lifecycle import EngineState, Status
+from perdure.core.pages import PagePool
+from perdure.core.prefix import ROOT, PrefixIndex
+from perdure.core.slots import Slots
+from perdure.core.state import RequestState
+from perdure.core.stopping import CursorFactory
+
+
+class Counters:
+    """Totals since start, for `Stats`."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_pauses = 0
+        self.num_evictions = 0
+        self.num_steps = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
+
+
+class Scheduler:
+    """make_cursor: text for requests with stop strings (`stopping.TextCursor`)."""
+
+    def __init__(self, config: CoreConfig, make_cursor: CursorFactory) -> None:
+        self.config = config
+        self._make_cursor = make_cursor
+        self._control = Control()
+        self._prefix = PrefixIndex(config.page_size)
+        self._pool = PagePool(config.num_pages, self._prefix.forget)
+        self._slots = Slots(config.max_num_seqs)
+        self._states: dict[int, RequestState] = {}
+        """By arrival: all that are live, and final ones with steps in flight."""
+        self._live: dict[RequestId, RequestState] = {}
+        self._residents: list[RequestState] = []
+        self._waiting: list[RequestState] = []
+        self._counters = Counters()
+        self._steps_in_flight = 0
+        self._events: list[Event] = []
+
+    # Commands
+
+    def apply(self, command: cmd.Command) -> list[Event]:
+        """Carry out one command; returns what is to be told."""
+        match command:
+            case cmd.Submit(request):
+                self._submit(request)
+            case cmd.Abort(request_ids, tickets, everything):
+                self._abort(request_ids, tickets, everything)
+            case cmd.Pause(ticket, mode):
+                self._control.pause(ticket, barrier=self._counters.num_requests if mode == "wait" else None)
+                if mode == "abort":
+                    self._abort([], [], everything=True)
+            case cmd.Resume(ticket):
+                self._events += self._control.resume(ticket)
+            case cmd.ResetPrefixCache(ticket):
+                for page in self._prefix.clear():
+                    self._pool.unpublish(page)
+                for state in self._residents:
+                    state.nodes = None
+                self._events.append(ev.Done(ticket))
+            case cmd.GetStats(ticket):
+                self._events.append(ev.Done(ticket, self.stats()))
+            case cmd.Stop(ticket):
+                self._abort([], [], everything=True)
+                self._control.stop(ticket)
+        return self._told()
+
+    def _submit(self, request: Request) -> None:
+        try:
+            self._check_may_submit(request)
+            state = admit(request, self._counters.num_requests, self.config, self._make_cursor)
+        except PerdureError as error:
+            self._events.append(ev.Refused(request.ticket, request.request_id, Failure.of(error)))
+            return
+        self._counters.num_requests += 1
+        self._states[state.arrival] = state
+        self._live[request.request_id] = state
+        insort(self._waiting, state, key=_order)
+        if state.stops.max_output == 0 and not state.num_prompt_scores_missing:
+            self._end(state, Status.FINISHED, "length")
+
+    def _check_may_submit(self, request: Request) -> None:
+        if self._control.state is EngineState.STOPPED:
+            raise StateError("the engine is stopped: it takes no more requests")
+        if request.request_id in self._live:
+            raise InvalidValue(f"request_id={request.request_id!r} is live: an id is free again when its request ended")
+        limit = self.config.max_num_waiting
+        if limit is not None and len(self._waiting) >= limit:
+            raise QueueFull(f"{len(self._waiting)} requests wait already, max_num_waiting={limit}")
+
+    def _abort(self, request_ids: list[RequestId], tickets: list[int], everything: bool) -> None:
+        if everything:
+            chosen = sorted(self._live.values(), key=_order)
+        else:
+            chosen = [self._live[name] for name in request_ids if name in self._live]
+            if tickets:
+                chosen += [state for state in self._live.values() if state.request.ticket in tickets]
+        for state in chosen:
+            if not state.is_final:
+                self._end(state, Status.ABORTED, "abort")
+
+    # Planning
+
+    @property
+    def can_act(self) -> bool:
+        """Whether `plan` could return a step now, as far as is known without trying."""
+        return self._control.may_plan and bool(self._residents or self._admissible())
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._control.state is EngineState.STOPPED
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to do now (paused, drained, or all that can run is in flight)."""
+        if not self._control.may_plan:
+            return None
+        draft = PlanDraft(self._counters.num_steps, self.config.max_num_batched_tokens, self._pool)
+        evictions = -1
+        while not draft.num_rows and evictions != self._counters.num_evictions:
+            # An eviction may free what an earlier resident lacked: look again before giving up.
+            evictions = self._counters.num_evictions
+            self._continue_residents(draft)
+            self._admit_waiting(draft)
+        if not draft.num_rows:
+            return None
+        self._counters.num_steps += 1
+        self._steps_in_flight += 1
+        return draft.finish()
+
+    def _continue_residents(self, draft: PlanDraft) -> None:
+        prefills = []
+        page_size = self.config.page_size
+        for state in tuple(self._residents):
+            if not state.is_resident:
+                continue  # evicted for one before it
+            planned = state.num_planned
+            if planned < state.prefill_end:
+                prefills.append(state)
+            elif planned < state.last_position and draft.tokens_left > 0:
+                if planned == len(state.pages) * page_size and not self._grow(state, draft):
+                    continue
+                draft.decode(state)
+        for state in prefills:
+            if draft.tokens_left > 0 and state.is_resident:
+                self._prefill(state, draft)
+
+    def _prefill(self, state: RequestState, draft: PlanDraft) -> None:
+        draft.prefill(state, budget.chunk_length(state.prefill_end - state.num_planned, draft.tokens_left))
+
+    def _grow(self, state: RequestState, draft: PlanDraft) -> bool:
+        """One more page for a decoding row; without one, somebody is put aside."""
+        while not self._pool.num_free:
+            if preempt.may_pause(state, self._residents, self.config.paused_pages):
+                self._pause(state)
+                return False
+            victim = preempt.victim(self._residents)
+            self._evict(victim)
+            if victim is state:
+                return False
+        if state.status is Status.PAUSED:
+            state.move(Status.RUNNING)
+        draft.grow(state, 1)
+        return True
+
+    def _pause(self, state: RequestState) -> None:
+        if state.status is Status.RUNNING:
+            state.move(Status.PAUSED)
+            state.num_pauses += 1
+            self._counters.num_pauses += 1
+
+    def _evict(self, state: RequestState) -> None:
+        """Take slot and pages away. What is in flight still counts: its tokens are valid wherever they come from."""
+        state.move(Status.WAITING)
+        state.num_evictions += 1
+        self._counters.num_evictions += 1
+        self._leave(state)
+        insort(self._waiting, state, key=_order)
+
+    def _admissible(self) -> RequestState | None:
+        """The head of the queue, unless it must wait for something that is not a page or a slot."""
+        head = self._waiting[0] if self._waiting else None
+        if head is None or head.in_flight or not self._control.may_admit(head.arrival):
+            return None
+        return head
+
+    def _admit_waiting(self, draft: PlanDraft) -> None:
+        while draft.tokens_left > 0 and self._slots.num_free and (state := self._admissible()) is not None:
+            if state.tried_at == self._pool.version or not self._take_in(state, draft):
+                break
+
+    def _take_in(self, state: RequestState, draft: PlanDraft) -> bool:
+        """Give the request a slot, what the prefix index has of it, and pages for all its known tokens."""
+        end = min(len(state.tokens), state.last_position)
+        pages, nodes = self._cached_prefix(state)
+        needed = budget.num_pages_for(end, self.config.page_size) - len(pages)
+        paused = sum(other.status is Status.PAUSED for other in self._residents)
+        num_free = self._pool.num_free - self._pool.num_idle(pages) - paused
+        if not preempt.may_return(num_free, needed, len(self._residents), state.num_evictions):
+            state.tried_at = self._pool.version
+            return False
+        self._waiting.pop(0)
+        state.move(Status.RUNNING)
+        insort(self._residents, state, key=_order)
+        state.slot = self._slots.take()
+        state.nodes = nodes if self.config.enable_prefix_caching else None
+        state.num_planned = state.num_computed = len(pages) * self.config.page_size
+        state.prefill_end = end
+        draft.init_row(state, self.config.vocab_size, self.config.logprobs_mode)
+        draft.share(state, pages)
+        draft.grow(state, needed)
+        if not state.num_evictions:
+            state.num_cached = state.num_computed
+            self._counters.num_cached_tokens += state.num_computed
+            self._counters.num_prompt_tokens += state.prompt_length
+        self._prefill(state, draft)
+        return True
+
+    def _cached_prefix(self, state: RequestState) -> tuple[list[int], list[int]]:
+        """Published pages this request may begin with: one position is left to compute, and none whose scores are
+        asked and not recorded."""
+        if not self.config.enable_prefix_caching or state.request.params.skip_reading_prefix_cache:
+            return [], []
+        limit = min(len(state.tokens), state.last_position) - 1
+        if state.num_prompt_scores_missing:
+            assert state.prompt_scores is not None
+            limit = min(limit, state.prompt_scores.num_scored)
+        return self._prefix.match(state.tokens, limit)
+
+    # What came of it
+
+    def commit(self, plan: StepPlan, output: StepOutput) -> list[Event]:
+        """Take over what a step gave, in the order the steps were planned."""
+        assert output.step == plan.step
+        self._steps_in_flight -= 1
+        failed = dict(output.errors)
+        records = _by_row(output.records)
+        prompt_records = _by_row(output.prompt_records)
+        at = 0
+        for row, arrival in enumerate(plan.request):
+            first, at = at, at + output.num_sampled[row]
+            state = self._states[arrival]
+            state.in_flight -= 1
+            if state.is_final:
+                self._forget_if_done(state)
+                continue
+            if row in failed:
+                self._end(state, Status.FAILED, "error", failure=Failure(StepFailed.__name__, failed[row]))
+                continue
+            if row in prompt_records:
+                assert state.prompt_scores is not None
+                _append_scores(state.prompt_scores, output.prompt_records, prompt_records[row], state.tokens)
+            new_tokens = output.tokens[first:at]
+            state.tokens += new_tokens
+            if row in records:
+                assert state.scores is not None
+                _append_scores(state.scores, output.records, records[row], state.tokens)
+            if state.is_resident:
+                state.num_computed += plan.length[row]
+                self._publish(state)
+            self._after_tokens(state, len(new_tokens))
+        return self._told()
+
+    def _after_tokens(self, state: RequestState, count: int) -> None:
+        """End the request if these last tokens do, else report them."""
+        first = len(state.tokens) - count
+        if not count:
+            if state.stops.max_output == 0 and state.num_computed >= state.last_position:
+                self._end(state, Status.FINISHED, "length")
+            return
+        if first == state.prompt_length:
+            self._events.append(ev.FirstToken(state.request.ticket))
+        stop = state.stops.first_stop(state.tokens, first)
+        if stop is not None:
+            self._cut(state, state.prompt_length + stop.num_tokens)
+        elif state.num_output >= state.stops.max_output:
+            self._cut(state, state.prompt_length + state.stops.max_output)
+        self._counters.num_generated_tokens += len(state.tokens) - first
+        if state.request.stream:
+            self._report(state, first)
+        if stop is not None:
+            self._end(state, Status.FINISHED, "stop", stop)
+        elif state.num_output >= state.stops.max_output:
+            self._end(state, Status.FINISHED, "length")
+
+    def _cut(self, state: RequestState, end: int) -> None:
+        """Drop what a step gave beyond the request's end."""
+        if len(state.tokens) > end:
+            del state.tokens[end:]
+            if state.scores is not None:
+                state.scores = state.scores.cut(0, state.num_output)
+
+    def _report(self, state: RequestState, first: int) -> None:
+        begin = first - state.prompt_length
+        scores = None if state.scores is None else state.scores.cut(begin, state.num_output)
+        self._events.append(ev.Progress(state.request.ticket, begin, state.tokens[first:], scores))
+
+    def _publish(self, state: RequestState) -> None:
+        """Offer full, committed pages to later prompts."""
+        nodes, size = state.nodes, self.config.page_size
+        if nodes is None or state.num_computed < (len(nodes) + 1) * size:
+            return
+        for index in range(len(nodes), state.num_computed // size):
+            parent = nodes[-1] if nodes else ROOT
+            page = state.pages[index]
+            node, is_new = self._prefix.publish(parent, state.tokens[index * size : (index + 1) * size], page)
+            if is_new:
+                self._pool.publish(page)
+            nodes.append(node)
+
+    # Ends
+
+    def _end(
+        self,
+        state: RequestState,
+        status: Status,
+        reason: FinishReason,
+        stop: StopMatch | None = None,
+        failure: Failure | None = None,
+    ) -> None:
+        """The one end of a request, from whatever status."""
+        if state.status is Status.WAITING:
+            self._waiting.remove(state)
+        state.move(status)
+        del self._live[state.request.request_id]
+        if state.is_resident:
+            self._leave(state)
+        self._events.append(ev.Ended(state.request.ticket, state.record(reason, stop, failure)))
+        self._forget_if_done(state)
+
+    def _leave(self, state: RequestState) -> None:
+        """Give slot and pages back. Steps in flight may still write to them: whoever gets them next writes later."""
+        self._residents.remove(state)
+        self._slots.release(state.slot)
+        self._pool.release(state.pages)
+        state.leave_device()
+
+    def _forget_if_done(self, state: RequestState) -> None:
+        if state.is_final and state.in_flight == 0:
+            del self._states[state.arrival]
+
+    def _told(self) -> list[Event]:
+        told, self._events = self._events, []
+        if self._control.is_waiting:
+            older = any(self._control.holds_back(state.arrival) for state in self._live.values())
+            told += self._control.settle(self._steps_in_flight, older)
+        return told
+
+    # Seeing
+
+    def stats(self) -> Stats:
+        counters = self._counters
+        num_paused = sum(state.status is Status.PAUSED for state in self._residents)
+        return Stats(
+            state=self._control.state.value,
+            num_pages=self._pool.num_pages,
+            num_free_pages=self._pool.num_free,
+            num_running=len(self._residents) - num_paused,
+            num_waiting=len(self._waiting),
+            num_paused=num_paused,
+            num_requests=counters.num_requests,
+            num_pauses=counters.num_pauses,
+            num_evictions=counters.num_evictions,
+            num_steps=counters.num_steps,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_cached_tokens=counters.num_cached_tokens,
+            num_generated_tokens=counters.num_generated_tokens,
+        )
+
+    def check(self) -> None:
+        """Everything is accounted for; for debugging and tests. Raises AssertionError."""
+        self._pool.check([state.pages for state in self._residents])
+        assert [s.order for s in self._residents] == sorted(s.order for s in self._residents)
+        assert [s.order for s in self._waiting] == sorted(s.order for s in self._waiting)
+        assert all(s.is_resident == (s.status in (Status.RUNNING, Status.PAUSED)) for s in self._states.values())
+        assert {s.arrival for s in self._live.values()} == {s.arrival for s in self._residents + self._waiting}
+        slots = [state.slot for state in self._residents]
+        assert len({*slots}) == len(slots) == self.config.max_num_seqs - self._slots.num_free
+        assert all(s.in_flight > 0 for s in self._states.values() if s.is_final)
+        if not self._steps_in_flight:
+            assert all(s.in_flight == 0 for s in self._states.values())
+
+
+def _order(state: RequestState) -> tuple[int, int]:
+    return state.order
+
+
+def _by_row(columns: ScoreColumns) -> dict[int, tuple[int, int, int]]:
+    """Of each row with scores: its first entry, the end of its entries, and its first top pair."""
+    found: dict[int, tuple[int, int, int]] = {}
+    top = 0
+    for entry, row in enumerate(columns.row):
+        first, _, first_top = found.get(row, (entry, 0, top))
+        found[row] = (first, entry + 1, first_top)
+        top += columns.num_top[entry]
+    return found
+
+
+def _append_scores(into: TokenScores, columns: ScoreColumns, where: tuple[int, int, int], tokens: list[int]) -> None:
+    first, end, top = where
+    for entry in range(first, end):
+        top_end = top + columns.num_top[entry]
+        into.append(
+            tokens[columns.position[entry]],
+            columns.chosen[entry],
+            columns.rank[entry],
+            columns.top_ids[top:top_end],
+            columns.top_scores[top:top_end],
+        )
+        top = top_end

@@ -1,0 +1,123 @@
+"""`RequestState`: everything the engine knows about one request, and the only mutable thing about it.
+
+- `tokens` is prompt and output, append-only; stops, text, prefix keys and results all read this one list.
+- Lengths: known = len(tokens); planned = positions covered once every launched step has run; computed = committed.
+- `in_flight` is written by plan (+) and commit (-), nowhere else.
+- What the device holds for it (slot, pages, planned, computed) starts anew with each residency; records never do.
+"""
+
+from __future__ import annotations
+
+from perdure.api.event import Failure, FinishReason, Record, StopMatch
+from perdure.api.request import Request
+from perdure.api.scores import TokenScores
+from perdure.core.lifecycle import FINAL, REQUEST_MOVES, Status, moved
+from perdure.core.stopping import StopRule
+
+NO_SLOT = -1
+
+
+class RequestState:
+    """One live request. order: (priority, arrival), lower first; arrival is also its serial number."""
+
+    __slots__ = (
+        "arrival",
+        "in_flight",
+        "nodes",
+        "num_cached",
+        "num_computed",
+        "num_evictions",
+        "num_pauses",
+        "num_planned",
+        "order",
+        "pages",
+        "prefill_end",
+        "prompt_scores",
+        "request",
+        "scores",
+        "seed",
+        "slot",
+        "status",
+        "stops",
+        "tokens",
+        "tried_at",
+    )
+
+    def __init__(self, request: Request, arrival: int, seed: int, stops: StopRule) -> None:
+        params = request.params
+        self.request = request
+        self.arrival = arrival
+        self.order = (params.priority, arrival)
+        self.seed = seed
+        self.stops = stops
+        self.status = Status.WAITING
+        self.tokens = list(request.prompt_token_ids)
+        self.scores = None if params.logprobs is None else TokenScores()
+        self.prompt_scores = None if params.prompt_logprobs is None else TokenScores(leading_none=True)
+        self.in_flight = 0
+        self.num_cached = 0
+        self.num_pauses = 0
+        self.num_evictions = 0
+        self.tried_at = -1
+        """Version of the page pool at which it last did not fit."""
+        self.leave_device()
+
+    def leave_device(self) -> None:
+        """Nothing of it is on the device any more."""
+        self.slot = NO_SLOT
+        self.pages: list[int] = []
+        self.nodes: list[int] | None = None
+        """Nodes of the prefix index for its first full pages; None = publishes nothing in this residency."""
+        self.num_planned = 0
+        self.num_computed = 0
+        self.prefill_end = 0
+        """Positions whose tokens the host gives in this residency; after them the device's own tokens follow."""
+
+    def move(self, to: Status) -> None:
+        self.status = moved(REQUEST_MOVES, self.status, to)
+
+    @property
+    def is_final(self) -> bool:
+        return self.status in FINAL
+
+    @property
+    def is_resident(self) -> bool:
+        return self.slot != NO_SLOT
+
+    @property
+    def prompt_length(self) -> int:
+        return self.stops.prompt_length
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.stops.prompt_length
+
+    @property
+    def last_position(self) -> int:
+        """Positions that will ever be computed: the last token of the budget is sampled, never computed."""
+        return self.stops.prompt_length + self.stops.max_output - 1
+
+    @property
+    def num_prompt_scores_missing(self) -> int:
+        """Prompt tokens whose score was asked and is not recorded yet."""
+        if self.prompt_scores is None:
+            return 0
+        return self.stops.prompt_length - 1 - self.prompt_scores.num_scored
+
+    def record(self, reason: FinishReason, stop: StopMatch | None, failure: Failure | None) -> Record:
+        """The one place where a result is built from a request; everything in it is a copy."""
+        return Record(
+            request_id=self.request.request_id,
+            arrival=self.arrival,
+            seed=self.seed,
+            prompt_token_ids=list(self.request.prompt_token_ids),
+            token_ids=self.tokens[self.stops.prompt_length :],
+            finish_reason=reason,
+            stop=stop,
+            scores=None if self.scores is None else self.scores.copy(),
+            prompt_scores=None if self.prompt_scores is None else self.prompt_scores.copy(),
+            num_cached_tokens=self.num_cached,
+            num_pauses=self.num_pauses,
+            num_evictions=self.num_evictions,
+            failure=failure,
+        )

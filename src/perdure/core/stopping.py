@@ -1,0 +1,105 @@
+"""When a request ends by itself: end ids, stop ids, stop sequences, stop strings, length.
+
+- Every new token is tested in order, so that the first stop wins wherever in a step's tokens it falls.
+- Sequences and strings are matched over the whole output, across any interruption: they read the one list of tokens.
+- Before `min_tokens` nothing ends a request; a string or sequence completed before it does not count later either.
+- Text is made above the core: a request with stop strings brings a cursor that turns ids into text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from perdure.api.event import StopMatch
+from perdure.api.request import Request
+
+
+class TextCursor(Protocol):
+    """Incremental text of one output."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that became certain with these further tokens."""
+
+
+CursorFactory = Callable[[Request], TextCursor]
+
+
+class StopStrings:
+    """Matches strings in the decoded output at token boundaries."""
+
+    def __init__(self, stops: Sequence[str], cursor: TextCursor) -> None:
+        self._stops = stops
+        self._longest = max(len(stop) for stop in stops)
+        self._cursor = cursor
+        self._text = ""
+        self._begins: list[int] = []
+        """Where each output token's text begins."""
+
+    def push(self, token: int, counts: bool) -> StopMatch | None:
+        """Of the matches completed by this token the one that ends first, and of those the longest."""
+        old = len(self._text)
+        self._begins.append(old)
+        self._text += self._cursor.push([token])
+        if not counts:
+            return None
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            at = self._text.find(stop, max(0, old + 1 - len(stop)))
+            if at >= 0 and (best is None or (at + len(stop), at) < best[:2]):
+                best = (at + len(stop), at, stop)
+        if best is None:
+            return None
+        num_matched = sum(1 for begin in self._begins if begin >= best[1])
+        return StopMatch(best[2], len(self._begins), num_matched, text_end=best[1], match_length=len(best[2]))
+
+
+class StopRule:
+    """One request's stops, with everything that does not change resolved.
+
+    end_ids of the model count unless ignored; max_output is the budget after clipping.
+    """
+
+    def __init__(
+        self, request: Request, end_ids: Sequence[int], max_output: int, make_cursor: CursorFactory
+    ) -> None:
+        params = request.params
+        self.prompt_length = len(request.prompt_token_ids)
+        self.max_output = max_output
+        self.min_tokens = params.min_tokens
+        self.reasons: dict[int, int | None] = {token: token for token in params.stop_token_ids}
+        if not params.ignore_eos:
+            self.reasons.update(dict.fromkeys(end_ids))
+        self.sequences = params.stop_token_sequences
+        self.strings = StopStrings(params.stop, make_cursor(request)) if params.stop else None
+
+    @property
+    def masked_ids(self) -> tuple[int, ...]:
+        """Ids that cannot be sampled before min_tokens."""
+        return tuple(self.reasons) if self.min_tokens else ()
+
+    def first_stop(self, tokens: list[int], first: int) -> StopMatch | None:
+        """The earliest stop completed by one of tokens[first:]. Called once for every new token, in order."""
+        if self.sequences or self.strings is not None:
+            return self._first_of_all(tokens, first)
+        for at in range(first, len(tokens)):
+            if tokens[at] in self.reasons:
+                count = at + 1 - self.prompt_length
+                if count > self.min_tokens:
+                    return StopMatch(self.reasons[tokens[at]], count, 1)
+        return None
+
+    def _first_of_all(self, tokens: list[int], first: int) -> StopMatch | None:
+        for at in range(first, len(tokens)):
+            count = at + 1 - self.prompt_length
+            text = self.strings.push(tokens[at], count >= self.min_tokens) if self.strings is not None else None
+            if tokens[at] in self.reasons and count > self.min_tokens:
+                return StopMatch(self.reasons[tokens[at]], count, 1)
+            if count >= self.min_tokens:
+                ending = [s for s in self.sequences if len(s) <= count and tuple(tokens[at + 1 - len(s) : at + 1]) == s]
+                if ending:
+                    longest = max(ending, key=len)
+                    return StopMatch(longest, count, len(longest))
+            if text is not None:
+                return text
+        return None

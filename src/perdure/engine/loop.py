@@ -1,0 +1,107 @@
+"""The one loop. `steps_in_flight` makes it synchronous (1) or overlapped (2 and more); nothing else does.
+
+- It runs on a thread of its own; callers cross only by `Inbox` and `publish`.
+- A fault outside a step's own rows kills it: whoever waits is told once, through `on_death`, and the inbox refuses.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from perdure.api.command import Command
+from perdure.api.event import Event
+from perdure.api.plan import StepPlan
+from perdure.core.journal import Journal
+from perdure.core.scheduler import Scheduler
+from perdure.runner.base import Device, Ticket
+
+
+class Inbox:
+    """Commands from any thread, in order."""
+
+    def __init__(self) -> None:
+        self._commands: deque[Command] = deque()
+        self._arrived = threading.Condition()
+
+    def put(self, *commands: Command) -> None:
+        """All of these with nothing in between."""
+        with self._arrived:
+            self._commands.extend(commands)
+            self._arrived.notify()
+
+    def take(self, block: bool) -> list[Command]:
+        """All that arrived; waits for one if asked to."""
+        with self._arrived:
+            while block and not self._commands:
+                self._arrived.wait()
+            taken = list(self._commands)
+            self._commands.clear()
+        return taken
+
+
+class Loop:
+    """publish(events) is called on the loop's thread. check: verify the scheduler's books after every turn."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        device: Device,
+        inbox: Inbox,
+        publish: Callable[[list[Event]], None],
+        *,
+        steps_in_flight: int,
+        journal: Journal | None = None,
+        check: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.steps_in_flight = steps_in_flight
+        self._device = device
+        self._inbox = inbox
+        self._publish = publish
+        self._journal = journal
+        self._check = check
+        self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
+
+    @property
+    def is_done(self) -> bool:
+        return self.scheduler.is_stopped and not self._in_flight
+
+    def run(self) -> None:
+        """Turn until stopped and drained."""
+        try:
+            while not self.is_done:
+                self.turn(block=True)
+        finally:
+            self._device.close()
+            if self._journal is not None:
+                self._journal.close()
+
+    def turn(self, block: bool) -> None:
+        """Apply what arrived, keep the device busy, commit the oldest step. block: sleep if there is nothing to do."""
+        idle = not self._in_flight and not self.scheduler.can_act
+        for command in self._inbox.take(block and idle):
+            if self._journal is not None:
+                self._journal.applied(command)
+            self._publish(self.scheduler.apply(command))
+        self._launch()
+        if self._in_flight:
+            plan, ticket = self._in_flight.popleft()
+            output = ticket.wait()
+            if self._journal is not None:
+                self._journal.committed(output)
+            self._publish(self.scheduler.commit(plan, output))
+        else:
+            assert not self.scheduler.can_act, "requests wait, nothing is in flight, and no step can be planned"
+        if self._check:
+            self.scheduler.check()
+
+    def _launch(self) -> None:
+        while len(self._in_flight) < self.steps_in_flight:
+            plan = self.scheduler.plan()
+            if self._journal is not None:
+                self._journal.launched(plan)
+            if plan is None:
+                return
+            self._in_flight.append((plan, self._device.launch(plan)))

@@ -1,0 +1,1 @@
+"""Model families and the loading of their weights. Modules import modules; see `weights.load_model`."""

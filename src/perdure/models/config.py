@@ -1,0 +1,218 @@
+"""Reading a model's shape from config.json or from GGUF metadata into one `ModelConfig`.
+
+- Everything that changes the computation is either understood or refused by name; nothing is guessed past.
+- A missing or odd field is named with its file.
+- End ids are the union of what config.json and generation_config.json name; of a GGUF, its eos and eot ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perdure.api.errors import ModelLoadError, ModelNotFound
+from perdure.models.base import ModelConfig
+from perdure.models.gguf_file import GGUFFile
+from perdure.models.registry import find_family
+from perdure.ops.rope import SCALING_FIELDS
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Fields:
+    """Named values of one file, each checked as it is taken."""
+
+    def __init__(self, file: str, values: Mapping[str, Any]) -> None:
+        self.file = file
+        self.values = values
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        return int(self._number(name, int, default))
+
+    def real(self, name: str, default: float | None = None) -> float:
+        return float(self._number(name, (int, float), default))
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise ModelLoadError(f"{self.file}: {name}={value!r} is not true or false")
+        return value
+
+    def _number(self, name: str, kind: type[int] | tuple[type[int], type[float]], default: float | None) -> Any:
+        value: Any = self.values.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise ModelLoadError(f"{self.file}: {name!r} is missing")
+        if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
+            raise ModelLoadError(f"{self.file}: {name}={value!r} is not a positive number of its kind")
+        return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a JSON file; {} when the file does not exist."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path}: holds no JSON object")
+    return value
+
+
+def config_from_directory(directory: Path) -> ModelConfig:
+    """The shape that config.json and generation_config.json of a Hugging Face directory state."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ModelNotFound(f"{directory}: no config.json in this directory")
+    values = read_json(path)
+    fields = Fields(str(path), values)
+    architecture = (values.get("architectures") or ["(none)"])[0]
+    find_family(architecture, fields.file)
+    _refuse_foreign_values(fields)
+
+    num_heads = fields.integer("num_attention_heads")
+    hidden_size = fields.integer("hidden_size")
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    generation = read_json(directory / "generation_config.json")
+    config = ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        head_dim=fields.integer("head_dim", hidden_size // num_heads),
+        vocab_size=fields.integer("vocab_size"),
+        max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+        rms_norm_eps=fields.real("rms_norm_eps", 1e-6),
+        rope_theta=Fields(fields.file, {"rope_theta": values.get("rope_theta"), **rope}).real("rope_theta", 10000.0),
+        rope_scaling=_rope_scaling(fields.file, rope),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        attention_bias=fields.flag("attention_bias", False),
+        mlp_bias=fields.flag("mlp_bias", False),
+        bos_token_id=_first(_ids(fields.file, "bos_token_id", values.get("bos_token_id"))),
+        eos_token_ids=_union(
+            _ids(fields.file, "eos_token_id", values.get("eos_token_id")),
+            _ids(str(directory / "generation_config.json"), "eos_token_id", generation.get("eos_token_id")),
+        ),
+        dtype=_stored_dtype(fields),
+    )
+    return _checked(config, fields.file)
+
+
+def config_from_gguf(file: GGUFFile) -> ModelConfig:
+    """The shape that a GGUF's metadata and table of tensors state."""
+    name = str(file.path)
+    architecture = file.metadata.get("general.architecture", "(none)")
+    find_family(architecture, name)
+    prefix = f"{architecture}."
+    fields = Fields(name, {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)})
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelLoadError(f"{name}: tensor 'token_embd.weight' is missing")
+
+    hidden_size = fields.integer("embedding_length")
+    num_heads = fields.integer("attention.head_count")
+    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
+    for field in ("rope.dimension_count", "attention.value_length"):
+        if fields.integer(field, head_dim) != head_dim:
+            raise ModelLoadError(f"{name}: {field}={fields.values[field]} differs from the head size {head_dim}")
+    special = Fields(name, file.metadata)
+    config = ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("feed_forward_length"),
+        num_layers=fields.integer("block_count"),
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        vocab_size=embedding.shape[0],
+        max_position_embeddings=fields.integer("context_length"),
+        rms_norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
+        rope_theta=fields.real("rope.freq_base", 10000.0),
+        rope_scaling=_gguf_rope_scaling(file, fields),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        bos_token_id=_first(_ids(name, "bos_token_id", special.values.get("tokenizer.ggml.bos_token_id"))),
+        eos_token_ids=_union(
+            _ids(name, "eos_token_id", special.values.get("tokenizer.ggml.eos_token_id")),
+            _ids(name, "eot_token_id", special.values.get("tokenizer.ggml.eot_token_id")),
+        ),
+        dtype=torch.float32,
+    )
+    return _checked(config, name)
+
+
+def _refuse_foreign_values(fields: Fields) -> None:
+    quantization = fields.values.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+        raise ModelLoadError(
+            f"{fields.file}: quantization {method!r} is not supported; give a plain checkpoint or a GGUF"
+        )
+    activation = fields.values.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelLoadError(f"{fields.file}: hidden_act={activation!r} is not supported; supported: 'silu'")
+
+
+def _rope_scaling(file: str, rope: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in SCALING_FIELDS:
+        raise ModelLoadError(f"{file}: rope_type={kind!r} is not supported; supported: {', '.join(SCALING_FIELDS)}")
+    fields = Fields(file, rope)
+    return {"rope_type": kind} | {name: fields.real(name) for name in SCALING_FIELDS[kind]}
+
+
+def _gguf_rope_scaling(file: GGUFFile, fields: Fields) -> Mapping[str, Any] | None:
+    if "rope_freqs.weight" in file.tensors:
+        factors = file.rows("rope_freqs.weight", 0, file.tensors["rope_freqs.weight"].shape[0])
+        return {"rope_type": "factors", "factors": tuple(factors.tolist())}
+    kind = fields.values.get("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    return _rope_scaling(fields.file, {"rope_type": kind, "factor": fields.values.get("rope.scaling.factor")})
+
+
+def _stored_dtype(fields: Fields) -> torch.dtype:
+    name = fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise ModelLoadError(f"{fields.file}: dtype={name!r} is not supported; supported: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _ids(file: str, name: str, value: Any) -> tuple[int, ...]:
+    """An id, a list of ids or nothing, as a tuple."""
+    given = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    for item in given:
+        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+            raise ModelLoadError(f"{file}: {name}={value!r} is not a token id or a list of them")
+    return given
+
+
+def _first(ids: tuple[int, ...]) -> int | None:
+    return ids[0] if ids else None
+
+
+def _union(*ids: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted({item for group in ids for item in group}))
+
+
+def _checked(config: ModelConfig, file: str) -> ModelConfig:
+    if config.num_heads % config.num_kv_heads:
+        raise ModelLoadError(
+            f"{file}: {config.num_heads} heads cannot be shared by {config.num_kv_heads} key-value heads evenly"
+        )
+    if config.head_dim % 2:
+        raise ModelLoadError(f"{file}: head size {config.head_dim} is odd; rotary embedding needs an even one")
+    if config.rope_scaling is not None and len(config.rope_scaling.get("factors", ())) not in (0, config.head_dim // 2):
+        raise ModelLoadError(f"{file}: 'rope_freqs.weight' does not hold {config.head_dim // 2} factors")
+    return config

@@ -1,0 +1,135 @@
+"""Where a model's stored tensors lie: the files of a directory or one GGUF, seen as one table of names.
+
+- Opening reads headers only: what is missing, truncated, pickled or misshapen is refused before a weight is read.
+- Tensors come out piece by piece, in rows, as Hugging Face orders them (GGUF's interleaved heads are taken apart).
+- A stored tensor nobody reads is refused too: leaving out a bias would be a silently wrong model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from perdure.api.errors import ModelLoadError
+from perdure.models.base import Part
+from perdure.models.config import read_json
+from perdure.models.gguf_file import MAGIC, GGUFFile
+from perdure.models.safetensors_file import SafetensorsFile
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+PIECE_SIZE = 1 << 18
+"""Elements converted at once: few enough to stay in a core's cache, enough that the loop costs nothing."""
+
+
+class StoredTensor(Protocol):
+    """An entry of a file's table."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class TensorFile(Protocol):
+    """What both kinds of file offer."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A model's tensors by stored name, each with the file that holds it."""
+
+    path: Path
+    names: Literal["hf", "gguf"]
+    files: Mapping[str, TensorFile]
+
+    def check(self, parts: list[Part], ignored_suffixes: tuple[str, ...]) -> None:
+        """Refuse the store unless it holds exactly these parts, in these shapes."""
+        expected = {self._name(part): part.shape for part in parts}
+        missing = [name for name in expected if name not in self.files]
+        if missing:
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise ModelLoadError(f"{self.path}: tensor {missing[0]!r}{more} is missing")
+        for name, file in self.files.items():
+            shape = file.tensors[name].shape
+            if name not in expected:
+                if not name.endswith(ignored_suffixes):
+                    raise ModelLoadError(f"{file.path}: tensor {name!r} is not part of this architecture")
+            elif shape != expected[name]:
+                raise ModelLoadError(
+                    f"{file.path}: tensor {name!r} has shape {list(shape)}, expected {list(expected[name])}"
+                )
+
+    def pieces(self, part: Part) -> Iterator[tuple[int, Tensor]]:
+        """The part in order: the first row of each piece, and its rows in the type they are stored in."""
+        name = self._name(part)
+        num_rows, row_size = part.shape[0], math.prod(part.shape[1:])
+        unit = num_rows // part.rotary_heads if part.rotary_heads else 1
+        step = max(PIECE_SIZE // row_size // unit, 1) * unit
+        for start in range(0, num_rows, step):
+            rows = self.files[name].rows(name, start, min(start + step, num_rows))
+            if part.rotary_heads and self.names == "gguf":
+                rows = halves_from_interleaved(rows, unit)
+            yield start, rows
+
+    def _name(self, part: Part) -> str:
+        return part.hf if self.names == "hf" else part.gguf
+
+
+def halves_from_interleaved(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows of whole heads from pairs (i, i + D/2 side by side) to halves (first all i, then all i + D/2)."""
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """The GGUF at `path`; anything else a file can be is refused by name."""
+    if path.suffix in PICKLED_SUFFIXES:
+        raise ModelLoadError(f"{path}: pickled weights are refused; give a directory with safetensors or a GGUF file")
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise ModelLoadError(f"{path}: not a GGUF file")
+    return GGUFFile(path)
+
+
+def gguf_store(file: GGUFFile) -> Store:
+    """All tensors of one GGUF."""
+    return Store(file.path, "gguf", dict.fromkeys(file.tensors, file))
+
+
+def directory_store(directory: Path) -> Store:
+    """All tensors of a directory's safetensors, one file or shards with an index."""
+    index_path = directory / INDEX_FILE
+    if (directory / SINGLE_FILE).is_file():
+        single = SafetensorsFile(directory / SINGLE_FILE)
+        return Store(directory, "hf", dict.fromkeys(single.tensors, single))
+    if not index_path.is_file():
+        pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED_SUFFIXES)
+        if pickled:
+            raise ModelLoadError(f"{directory}: pickled weights are refused ({pickled[0]}); {SINGLE_FILE} is needed")
+        raise ModelLoadError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} in this directory")
+
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelLoadError(f"{index_path}: 'weight_map' is missing")
+    shards: dict[str, SafetensorsFile] = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (directory / shard).is_file():
+            raise ModelLoadError(f"{directory / shard}: this shard is missing, {INDEX_FILE} names it")
+        shards[shard] = SafetensorsFile(directory / shard)
+    for name, shard in weight_map.items():
+        if name not in shards[shard].tensors:
+            raise ModelLoadError(f"{directory / shard}: tensor {name!r} is missing, {INDEX_FILE} says it is here")
+    return Store(directory, "hf", {name: shards[shard] for name, shard in weight_map.items()})

@@ -1,0 +1,30 @@
+"""Attention over paged keys and values: one meaning, several forms. `make_attention` chooses one by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from perdure.ops.attention.base import AttentionForm, AttentionRows, CacheShape, PlannedAttention
+from perdure.ops.attention.reference import ReferenceAttention
+from perdure.ops.attention.sdpa import SdpaAttention
+from perdure.ops.attention.tiled import TiledAttention
+
+FORMS: dict[str, Callable[[CacheShape], AttentionForm]] = {
+    "reference": ReferenceAttention,
+    "sdpa": SdpaAttention,
+    "tiled": TiledAttention,
+}
+
+__all__ = ["FORMS", "AttentionForm", "AttentionRows", "CacheShape", "PlannedAttention", "make_attention"]
+
+
+def make_attention(name: str, shape: CacheShape, *, batch_invariant: bool) -> AttentionForm:
+    """The form called `name`; "auto" is the fastest that keeps the promise. ValueError: unknown, or not invariant."""
+    if name == "auto":
+        name = "tiled"
+    if name not in FORMS:
+        raise ValueError(f"attention_backend={name!r} is none of auto, {', '.join(FORMS)}")
+    form = FORMS[name](shape)
+    if batch_invariant and not form.batch_invariant:
+        raise ValueError(f"attention_backend={name!r} is not batch invariant; use 'tiled' or batch_invariant=False")
+    return form

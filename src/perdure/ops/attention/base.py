@@ -1,0 +1,72 @@
+"""What an attention form is: planned once a step on the host, run once a layer on the device.
+
+- `AttentionRows` says where each row's queries lie in the packed batch, where they stand and which pages hold its keys.
+- A form plans a step (index tensors, masks) and the plan is run for each layer with that layer's cache.
+- Forms differ in speed and in bits, never in meaning: each is causal softmax(q k^T / sqrt(D)) v per query position.
+
+Shapes: N packed queries, R rows, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, P pages of `page_size`.
+A layer's cache is one tensor [2, Hkv, P, page_size, D]: keys, then values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Sizes that stay for the life of the pool."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_pages: int
+    page_size: int
+
+    def __post_init__(self) -> None:
+        assert self.num_heads % self.num_kv_heads == 0, (self.num_heads, self.num_kv_heads)
+
+    @property
+    def group_size(self) -> int:
+        """G: query heads that share one key head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """A step's rows. Row r computes absolute positions starts[r] .. starts[r] + offsets[r + 1] - offsets[r] - 1.
+
+    offsets [R + 1]: row r's queries are packed at offsets[r] : offsets[r + 1]; every row has at least one.
+    starts [R]: absolute position of the row's first query.
+    block_table [R, W]: page of each `page_size` positions; entries past the row's last position are never followed.
+    """
+
+    offsets: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    block_table: NDArray[np.int64]
+
+
+class PlannedAttention(Protocol):
+    """One step's attention, the same for each layer."""
+
+    def run(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        """Attend q [N, Hq, D] over a layer's cache [2, Hkv, P, page_size, D], which already holds this step's keys.
+
+        Returns [N, Hq, D]. Queries that belong to no row (padding at the end) give zeros. The result may live in
+        memory the form uses again at its next run.
+        """
+        ...
+
+
+class AttentionForm(Protocol):
+    """A way to compute attention. `batch_invariant`: a query's bits depend on nothing but its keys and position."""
+
+    name: str
+    batch_invariant: bool
+
+    def plan(self, rows: AttentionRows) -> PlannedAttention: ...

@@ -1,0 +1,80 @@
+"""Attention by torch's own fused kernel: a plain form, for where bits need not be invariant.
+
+- Decode rows share one call over keys padded to the longest; a row of several queries gets a call of its own.
+- Not batch invariant: the kernel's blocks follow the shapes of the call.
+
+Shapes: as in `base`; B rows handled together, C = keys gathered for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from perdure.ops.attention.base import AttentionRows, CacheShape
+
+
+class SdpaAttention:
+    """See the module's docstring."""
+
+    name = "sdpa"
+    batch_invariant = False
+
+    def __init__(self, shape: CacheShape) -> None:
+        self._shape = shape
+
+    def plan(self, rows: AttentionRows) -> PlannedSdpa:
+        lengths = np.diff(rows.offsets)
+        groups = [np.flatnonzero(lengths == 1)] if np.any(lengths == 1) else []
+        groups += [np.array([row]) for row in np.flatnonzero(lengths > 1)]
+        return PlannedSdpa(self._shape, [self._plan_call(rows, group) for group in groups])
+
+    def _plan_call(self, rows: AttentionRows, group: NDArray[np.int64]) -> _Call:
+        """Rows of equal length."""
+        shape = self._shape
+        lengths = rows.offsets[group + 1] - rows.offsets[group]
+        known = rows.starts[group] + lengths
+        num_pages = -(-int(known.max()) // shape.page_size)
+        at = np.arange(num_pages)
+        used = at < -(-known[:, None] // shape.page_size)
+        pages = np.where(used, rows.block_table[group, :num_pages], rows.block_table[group, :1])
+        heads = np.arange(2 * shape.num_kv_heads, dtype=np.int64) * shape.num_pages
+        queries = rows.offsets[group, None] + np.arange(lengths[0])  # [B, queries]
+        positions = rows.starts[group, None] + np.arange(lengths[0])
+        visible = np.arange(num_pages * shape.page_size) <= positions[:, :, None]  # [B, queries, C]
+        return _Call(
+            queries=torch.from_numpy(queries),
+            gather=torch.from_numpy((heads[:, None, None] + pages).reshape(-1)),
+            mask=torch.from_numpy(visible)[:, None],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    queries: torch.Tensor  # [B, queries]
+    gather: torch.Tensor  # rows of the cache seen as [2 * Hkv * P, page_size * D]
+    mask: torch.Tensor  # [B, 1, queries, C] bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSdpa:
+    shape: CacheShape
+    calls: list[_Call]
+
+    def run(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        shape = self.shape
+        out = torch.zeros_like(q)
+        for call in self.calls:
+            pages = cache.view(-1, shape.page_size * shape.head_dim).index_select(0, call.gather)
+            both = pages.view(2, shape.num_kv_heads, call.queries.shape[0], -1, shape.head_dim)
+            keys, values = both.transpose(1, 2)  # each [B, Hkv, C, D]
+            queries = q[call.queries].transpose(1, 2)  # [B, Hq, queries, D]
+            mixed = functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=call.mask, enable_gqa=shape.group_size > 1
+            )
+            out[call.queries] = mixed.transpose(1, 2)
+        return out

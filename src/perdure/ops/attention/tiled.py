@@ -1,0 +1,236 @@
+"""The default form: gathered pages, whole score rows, values summed tile by tile. Batch invariant on a CPU.
+
+A query's output bits depend on its own keys and position only: not on the chunk it came in, on other rows, or on being
+a decode step or part of a prompt. Why (each point is tested; the first two were measured for MKL, 1 and 2 threads):
+- A dot product over D has one order of sums whatever the numbers of queries and keys, if both are multiples of 8.
+  Queries are padded to that, the heads of a group are queries, and keys come in whole tiles.
+- softmax sums a row in lanes, so keys appended with weight 0 change nothing.
+- Values are summed over tiles at absolute positions, one product of fixed depth a tile, in order.
+- What lies past a query (later positions, cleared ones, a filler page) has weight exactly 0 and finite values. The
+  filler is the row's own first page, so one row's NaN cannot reach another.
+The number of threads is part of the bits, as is the library.
+
+Shapes: as in `base`; B rows handled together, Q = query rows (positions times G, padded to 8), C = keys (whole tiles).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from perdure.ops.attention.base import AttentionRows, CacheShape
+
+QUERY_ALIGNMENT = 8
+MIN_TILE = 64  # positions; 128 was no faster and reads more past the end
+GATHER_BYTES = 8 << 20  # keys and values gathered at once for decode rows: stays in the outer cache
+SCORE_BYTES = 4 << 20  # scores of one block of prompt queries
+RAGGED = 0.75  # decode rows share a gather if the shorter needs at least this part of the longer
+
+
+def _ceil_to(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class TiledAttention:
+    """See the module's docstring. Holds scratch memory, so one step runs at a time."""
+
+    name = "tiled"
+    batch_invariant = True
+
+    def __init__(self, shape: CacheShape) -> None:
+        self._shape = shape
+        # Whole pages, and a multiple of 8 keys whatever the page size.
+        self.tile = _ceil_to(MIN_TILE, math.lcm(shape.page_size, QUERY_ALIGNMENT))
+        self._scratch = _Scratch()
+
+    def plan(self, rows: AttentionRows) -> PlannedTiled:
+        lengths = np.diff(rows.offsets)
+        num_tiles = -(-(rows.starts + lengths) // self.tile)
+        decode = [self._plan_decode(rows, num_tiles, batch) for batch in self._decode_batches(lengths, num_tiles)]
+        prompts = [self._plan_prompt(rows, int(num_tiles[row]), row) for row in np.flatnonzero(lengths > 1).tolist()]
+        return PlannedTiled(self._shape, self.tile, self._scratch, decode, prompts)
+
+    def _decode_batches(
+        self, lengths: NDArray[np.int64], num_tiles: NDArray[np.int64]
+    ) -> list[NDArray[np.int64]]:
+        """Rows of one query, longest first, cut where a batch would be too ragged or too large."""
+        ones = np.flatnonzero(lengths == 1)
+        order = ones[np.argsort(-num_tiles[ones], kind="stable")]
+        tile_bytes = 2 * self._shape.num_kv_heads * self.tile * self._shape.head_dim * 4
+        batches: list[NDArray[np.int64]] = []
+        while len(order):
+            longest = int(num_tiles[order[0]])
+            fit = max(1, GATHER_BYTES // (tile_bytes * longest))
+            alike = int(np.count_nonzero(num_tiles[order] >= RAGGED * longest))
+            batches.append(order[: min(fit, alike)])
+            order = order[min(fit, alike) :]
+        return batches
+
+    def _plan_decode(self, rows: AttentionRows, num_tiles: NDArray[np.int64], batch: NDArray[np.int64]) -> _Decode:
+        num_keys = int(num_tiles[batch[0]]) * self.tile
+        past = np.arange(num_keys) > rows.starts[batch, None]
+        mask = np.where(past, np.float32(-np.inf), np.float32(0.0))[:, None, :]  # [B, 1, C]
+        return _Decode(
+            queries=torch.from_numpy(rows.offsets[batch]),
+            num_keys=num_keys,
+            gather=self._gather(rows, batch, rows.starts[batch] + 1, num_keys),
+            mask=torch.from_numpy(mask),
+        )
+
+    def _plan_prompt(self, rows: AttentionRows, num_tiles: int, row: int) -> _Prompt:
+        first, last = int(rows.offsets[row]), int(rows.offsets[row + 1])
+        start, num_keys = int(rows.starts[row]), num_tiles * self.tile
+        budget = SCORE_BYTES // (4 * self._shape.num_heads * num_keys)
+        step = max(QUERY_ALIGNMENT, budget // QUERY_ALIGNMENT * QUERY_ALIGNMENT)
+        blocks = []
+        for low in range(0, last - first, step):
+            high = min(low + step, last - first)
+            block_keys = _ceil_to(start + high, self.tile)
+            # The first position some query of the block must not see, down to the cache line.
+            masked_from = (start + low + 1) // 16 * 16
+            past = np.arange(masked_from, block_keys) > np.arange(start + low, start + high)[:, None]
+            mask = np.where(past, np.float32(-np.inf), np.float32(0.0))[:, None, :]  # [queries, 1, masked keys]
+            blocks.append(_Block(low, high, block_keys, masked_from, torch.from_numpy(mask)))
+        batch = np.array([row])
+        gather = self._gather(rows, batch, np.array([start + last - first]), num_keys)
+        return _Prompt(first, last, num_keys, gather, blocks)
+
+    def _gather(
+        self, rows: AttentionRows, batch: NDArray[np.int64], known: NDArray[np.int64], num_keys: int
+    ) -> torch.Tensor:
+        """Rows of the cache seen as [2 * Hkv * P, page_size * D] that make keys and values [2, Hkv, B, C, D]."""
+        shape = self._shape
+        table = rows.block_table[batch]
+        at = np.arange(num_keys // shape.page_size)
+        used = at < -(-known[:, None] // shape.page_size)
+        pages = np.where(used, table[:, np.minimum(at, table.shape[1] - 1)], table[:, :1])
+        heads = np.arange(2 * shape.num_kv_heads, dtype=np.int64) * shape.num_pages
+        return torch.from_numpy((heads[:, None, None] + pages).reshape(-1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """B rows of one query each."""
+
+    queries: torch.Tensor  # [B] where they are packed
+    num_keys: int
+    gather: torch.Tensor
+    mask: torch.Tensor  # [B, 1, C] 0 or -inf
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Queries low .. high - 1 of a prompt row, over its first num_keys keys; mask is for those from masked_from on."""
+
+    low: int
+    high: int
+    num_keys: int
+    masked_from: int
+    mask: torch.Tensor  # [high - low, 1, num_keys - masked_from] 0 or -inf
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """One row of several queries, packed at first : last."""
+
+    first: int
+    last: int
+    num_keys: int
+    gather: torch.Tensor
+    blocks: list[_Block]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTiled:
+    """A step's batches of decode rows and its prompt rows."""
+
+    shape: CacheShape
+    tile: int
+    scratch: _Scratch
+    decode: list[_Decode]
+    prompts: list[_Prompt]
+
+    def run(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        heads, group, dim = self.shape.num_kv_heads, self.shape.group_size, self.shape.head_dim
+        out = self.scratch.take("out", q.shape[0], heads, group, dim).zero_()
+        grouped = q.reshape(-1, heads, group, dim)
+        for decode in self.decode:
+            self._run_decode(decode, grouped, cache, out)
+        for prompt in self.prompts:
+            self._run_prompt(prompt, grouped, cache, out)
+        return out.view(-1, heads * group, dim)
+
+    def _run_decode(self, batch: _Decode, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+        heads, group, dim = q.shape[1:]
+        num_rows, padded = len(batch.queries), _ceil_to(group, QUERY_ALIGNMENT)
+        keys, values = self._gathered(batch.gather, num_rows, batch.num_keys, cache)
+        queries = self._padded_queries(heads * num_rows, padded)
+        queries.view(heads, num_rows, padded, dim)[:, :, :group] = q[batch.queries].transpose(0, 1)
+        queries *= dim**-0.5
+        scores = self._scores(queries, keys)
+        scores.view(heads, num_rows, padded, -1).add_(batch.mask)
+        mixed = self._mix(scores, values).view(heads, num_rows, padded, dim)
+        out[batch.queries] = mixed[:, :, :group].transpose(0, 1)
+
+    def _run_prompt(self, row: _Prompt, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+        heads, group, dim = q.shape[1:]
+        keys, values = self._gathered(row.gather, 1, row.num_keys, cache)
+        num_rows = (row.last - row.first) * group
+        queries = self._padded_queries(heads, _ceil_to(num_rows, QUERY_ALIGNMENT))
+        queries[:, :num_rows].view(heads, -1, group, dim).copy_(q[row.first : row.last].transpose(0, 1))
+        queries *= dim**-0.5
+        for block in row.blocks:
+            high = _ceil_to(block.high * group, QUERY_ALIGNMENT)  # only the last block can need it
+            scores = self._scores(queries[:, block.low * group : high], keys[:, : block.num_keys])
+            real = scores[:, : (block.high - block.low) * group, block.masked_from :]
+            real.unflatten(1, (-1, group)).add_(block.mask)
+            mixed = self._mix(scores, values)[:, : (block.high - block.low) * group]
+            target = out[row.first + block.low : row.first + block.high]
+            target.copy_(mixed.unflatten(1, (-1, group)).transpose(0, 1))
+
+    def _padded_queries(self, batch: int, rows: int) -> torch.Tensor:
+        """[batch, rows, D] of zeros."""
+        return self.scratch.take("queries", batch, rows, self.shape.head_dim).zero_()
+
+    def _gathered(
+        self, gather: torch.Tensor, num_rows: int, num_keys: int, cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, each [Hkv * B, C, D]."""
+        shape = self.shape
+        pages = self.scratch.take("gathered", len(gather), shape.page_size * shape.head_dim)
+        torch.index_select(cache.view(-1, shape.page_size * shape.head_dim), 0, gather, out=pages)
+        both = pages.view(2, shape.num_kv_heads * num_rows, num_keys, shape.head_dim)
+        return both[0], both[1]
+
+    def _scores(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """queries [b, Q, D] (scaled), keys [b, C, D]; returns [b, Q, C]."""
+        out = self.scratch.take("scores", queries.shape[0], queries.shape[1], keys.shape[1])
+        return torch.bmm(queries, keys.transpose(1, 2), out=out)
+
+    def _mix(self, scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """softmax(scores) @ values, one product a tile, in order; scores [b, Q, C], returns [b, Q, D]."""
+        weights = torch.softmax(scores, -1, out=self.scratch.take("weights", *scores.shape))
+        mixed = self.scratch.take("mixed", *scores.shape[:2], self.shape.head_dim)
+        torch.bmm(weights[:, :, : self.tile], values[:, : self.tile], out=mixed)
+        for low in range(self.tile, scores.shape[2], self.tile):
+            mixed.baddbmm_(weights[:, :, low : low + self.tile], values[:, low : low + self.tile])
+        return mixed
+
+
+@dataclass(slots=True)
+class _Scratch:
+    """Named buffers that only grow: a fresh large allocation costs more in page faults than the work done in it."""
+
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """An uninitialised fp32 tensor, valid until the same name is taken again."""
+        size = math.prod(shape)
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self.buffers[name] = torch.empty(size)
+        return buffer[:size].view(shape)

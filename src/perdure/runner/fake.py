@@ -1,0 +1,196 @@
+"""A device without a model: lazy, in order, and unforgiving. The simulation drives the real core against it.
+
+- "KV" at a position is a 64-bit number chained from the one before it, read back through the block table, so a wrong
+  page, a lost token or a stale row changes every later token.
+- It fails on any read of a slot that was never written, and on any tail of a page that was not cleared before use.
+- Nothing is executed before somebody waits for it, so a decision that needs a result in flight cannot be right by luck.
+- Each plan is encoded and decoded on its way in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, RowInit, ScoreColumns, StepOutput, StepPlan
+
+_MASK = 2**63 - 1
+_DIRT = np.uint64(2**64 - 1)
+_CLEARED = np.uint64(0)
+
+
+class DeviceFault(AssertionError):
+    """The plan made the device read what nobody wrote."""
+
+
+def chain(before: int, token: int) -> int:
+    """The content of a position: of its token and of all before it. Never zero."""
+    mixed = (before * 6364136223846793005 + (token + 1) * 1442695040888963407) & _MASK
+    return ((mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D & _MASK) | 1
+
+
+def draw(content: int, seed: int, index: int, settings: RowInit, vocab_size: int) -> int:
+    """The token that follows a context: greedy of the context alone, else of (seed, output index) too."""
+    mixed = content if settings.temperature == 0 else chain(content ^ seed & _MASK, index)
+    token = (mixed >> 7) % vocab_size
+    while index < settings.min_tokens and token in settings.masked_ids:
+        token = (token + 1) % vocab_size
+    return token
+
+
+def score(content: int, token: int) -> float:
+    """A stand-in for a log-probability, exact in float32."""
+    return -float(chain(content, token) % 4096) / 256
+
+
+def top(content: int, token: int, count: int, vocab_size: int) -> tuple[list[int], list[float]]:
+    ids = [(token + 1 + i) % vocab_size for i in range(vocab_size if count < 0 else count)]
+    return ids, [score(content, i) for i in ids]
+
+
+class FakeDevice:
+    """rows, pages and arithmetic as above. fail(plan) names rows of a step that shall fail, with messages."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        vocab_size: int,
+        fail: Callable[[StepPlan], dict[int, str]] = lambda plan: {},
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.num_executed = 0
+        self._page_size = page_size
+        self._fail = fail
+        self._kv = np.full((num_pages, page_size), _DIRT, np.uint64)
+        self._tables: list[list[int]] = [[] for _ in range(num_slots)]
+        self._settings: list[RowInit | None] = [None] * num_slots
+        self._position = [0] * num_slots
+        self._last_token = [0] * num_slots
+        self._failed: dict[int, str] = {}
+        """Slots whose row failed: it fails in later launched steps too, until the slot gets another request."""
+        self._queue: deque[FakeTicket] = deque()
+        self._decoder = msgspec.msgpack.Decoder(StepPlan)
+
+    def launch(self, plan: StepPlan) -> FakeTicket:
+        wire = msgspec.msgpack.encode(plan)
+        received = self._decoder.decode(wire)
+        assert received == plan, "a plan changes on the wire"
+        ticket = FakeTicket(self, received)
+        self._queue.append(ticket)
+        return ticket
+
+    def close(self) -> None:
+        self._queue.clear()
+
+    def run_until(self, ticket: FakeTicket) -> None:
+        while ticket.output is None:
+            first = self._queue.popleft()
+            first.output = self._execute(first.plan)
+            self.num_executed += 1
+
+    def _execute(self, plan: StepPlan) -> StepOutput:
+        for settings in plan.row_inits:
+            self._settings[settings.slot] = settings
+            self._tables[settings.slot] = []
+            self._failed.pop(settings.slot, None)
+        for slot, index, page in zip(plan.table_slot, plan.table_index, plan.table_page, strict=True):
+            table = self._tables[slot]
+            if index != len(table):
+                raise DeviceFault(f"slot {slot}: entry {index} of a block table with {len(table)} entries")
+            table.append(page)
+        self._kv[plan.fresh_pages] = _CLEARED
+        self._failed.update((plan.slot[row], message) for row, message in self._fail(plan).items())
+        failed = {row: self._failed[slot] for row, slot in enumerate(plan.slot) if slot in self._failed}
+        output = StepOutput(plan.step, [], [], ScoreColumns.empty(), ScoreColumns.empty(), list(failed.items()))
+        token_at = target_at = 0
+        for row in range(len(plan.slot)):
+            given = plan.tokens[token_at : token_at + plan.num_tokens[row]]
+            targets = plan.targets[target_at : target_at + plan.num_targets[row]]
+            token_at += len(given)
+            target_at += len(targets)
+            if row in failed:
+                output.num_sampled.append(0)
+                continue
+            output.num_sampled.append(self._run_row(plan, row, given, targets, output))
+        return output
+
+    def _run_row(
+        self, plan: StepPlan, row: int, given: list[int], targets: list[int], output: StepOutput
+    ) -> int:
+        slot = plan.slot[row]
+        settings = self._settings[slot]
+        if settings is None or settings.request != plan.request[row]:
+            raise DeviceFault(f"slot {slot} does not hold request {plan.request[row]}")
+        start = plan.start[row]
+        if start == DEVICE_POSITION:
+            start, given = self._position[slot], [self._last_token[slot]]
+        end = start + len(given)
+        content = self._write(slot, start, given)
+        for at, target in enumerate(targets, plan.target_start[row]):
+            before = int(content[at - 1])
+            if not start < at <= end:
+                raise DeviceFault(f"slot {slot}: a score of position {at} from positions {start} to {end - 1}")
+            self._score(output.prompt_records, row, at, before, target, settings.num_prompt_logprobs)
+        self._position[slot] = end
+        if not plan.sample[row]:
+            return 0
+        known = self._read(content)
+        token = draw(known, settings.seed, end - settings.prompt_length, settings, self.vocab_size)
+        self._last_token[slot] = token
+        output.tokens.append(token)
+        if settings.num_logprobs != NO_LOGPROBS:
+            self._score(output.records, row, end, known, token, settings.num_logprobs)
+        return 1
+
+    def _write(self, slot: int, start: int, tokens: list[int]) -> np.ndarray:
+        """Write these positions; returns the content of all positions of the row so far."""
+        size, end = self._page_size, start + len(tokens)
+        num_pages = -(-end // size)
+        pages = self._tables[slot][:num_pages]
+        if len(pages) < num_pages:
+            raise DeviceFault(f"slot {slot}: position {end - 1} has no page")
+        content = self._kv[pages].reshape(-1)
+        if (content[:start] == _DIRT).any() or (content[:start] == _CLEARED).any():
+            raise DeviceFault(f"slot {slot}: reads a position before {start} that was never written")
+        if content[start:].any():
+            raise DeviceFault(f"slot {slot}: a page after position {start} was not cleared before use")
+        before = int(content[start - 1]) if start else 1
+        for at, token in enumerate(tokens, start):
+            before = chain(before, token)
+            content[at] = before
+            self._kv[pages[at // size], at % size] = before
+        return content[:end]
+
+    @staticmethod
+    def _read(content: np.ndarray) -> int:
+        """Attention of a sort: depends on every position."""
+        return int(content.sum(dtype=np.uint64)) & _MASK
+
+    def _score(self, into: ScoreColumns, row: int, at: int, content: int, token: int, num_top: int) -> None:
+        ids, scores = top(content, token, num_top, self.vocab_size)
+        into.row.append(row)
+        into.position.append(at)
+        into.chosen.append(score(content, token))
+        into.rank.append(1 + content % 5)
+        into.num_top.append(len(ids))
+        into.top_ids.extend(ids)
+        into.top_scores.extend(scores)
+
+
+class FakeTicket:
+    """A step of the fake device; waiting for it executes all up to it."""
+
+    def __init__(self, device: FakeDevice, plan: StepPlan) -> None:
+        self.plan = plan
+        self.output: StepOutput | None = None
+        self._device = device
+
+    def wait(self) -> StepOutput:
+        self._device.run_until(self)
+        assert self.output is not None
+        return self.output

@@ -1,0 +1,324 @@
+"""One simulated life: random traffic through the real loop and core onto the fake device, judged by the oracle.
+
+Run a range of seeds, or one that failed, from the command line:
+
+    python -m tests.sim.life --depth 2 --first 0 --count 2000
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+from perdure.api import command as cmd
+from perdure.api import event as ev
+from perdure.api.config import CoreConfig
+from perdure.api.plan import StepOutput, StepPlan
+from perdure.api.request import Request
+from perdure.api.sampling import SamplingParams
+from perdure.api.scores import TokenScores
+from perdure.core.admission import derived_seed
+from perdure.core.scheduler import Scheduler
+from perdure.engine.loop import Inbox, Loop
+from perdure.runner.fake import FakeDevice
+from tests.sim.oracle import PIECES, Expected, expected
+
+MAX_TURNS = 20_000
+
+
+class PieceCursor:
+    """Text for stop strings, of the simulation's alphabet."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(PIECES[token % len(PIECES)] for token in token_ids)
+
+
+class MarkingScheduler(Scheduler):
+    """The real scheduler; notes rare ways of ending."""
+
+    marks: Counter[str]
+
+    def commit(self, plan: StepPlan, output: StepOutput) -> list[ev.Event]:
+        before = {state.request.ticket: state.status for state in self._states.values()}
+        told = super().commit(plan, output)
+        for event in told:
+            if isinstance(event, ev.Ended):
+                self.marks[f"{event.record.finish_reason} while {before[event.ticket].value}"] += 1
+        return told
+
+
+class Life:
+    """Everything random comes from one seed."""
+
+    def __init__(self, seed: int, depth: int, marks: Counter[str]) -> None:
+        self.rng = rng = random.Random(f"{seed}/{depth}")
+        self.marks = marks
+        page_size = rng.choice((1, 2, 4, 8))
+        max_len = rng.choice((16, 32, 48))
+        self.config = CoreConfig(
+            num_pages=max(1, rng.choice((4, 5, 6, 10)) * max_len // 4 // page_size - rng.randrange(3)),
+            page_size=page_size,
+            max_model_len=max_len,
+            max_num_seqs=rng.randint(1, 6),
+            max_num_batched_tokens=rng.choice((1, 3, 7, 16, 64)),
+            vocab_size=len(PIECES),
+            end_token_ids=(0,) if rng.random() < 0.5 else (),
+            paused_pages=0,
+            enable_prefix_caching=rng.random() < 0.8,
+            seed=rng.randrange(5),
+        )
+        self.config = _with_paused_pages(self.config, rng.randint(0, self.config.num_pages))
+        self.faulty = rng.random() < 0.1
+        self.device = FakeDevice(
+            self.config.num_pages, page_size, self.config.max_num_seqs, self.config.vocab_size, self._fail
+        )
+        self.scheduler = MarkingScheduler(self.config, lambda request: PieceCursor())
+        self.scheduler.marks = marks
+        self.inbox = Inbox()
+        self.loop = Loop(
+            self.scheduler, self.device, self.inbox, self._publish, steps_in_flight=depth, check=True
+        )
+        self.bases = [[rng.randrange(self.config.vocab_size) for _ in range(max_len)] for _ in range(2)]
+        self.requests: dict[int, Request] = {}
+        self.ended: dict[int, ev.Record] = {}
+        self.refused: set[int] = set()
+        self.parts: dict[int, tuple[list[int], TokenScores]] = {}
+        self.must_refuse: set[int] = set()
+        self.num_admitted = 0
+        self.pause_ticket: int | None = None
+        self.is_paused = False
+        self.next_ticket = 1
+
+    def _fail(self, plan: StepPlan) -> dict[int, str]:
+        if self.faulty and self.rng.random() < 0.02:
+            return {self.rng.randrange(len(plan.slot)): "planted"}
+        return {}
+
+    # Traffic
+
+    def run(self) -> None:
+        to_submit = self.rng.randint(2, 12)
+        for _ in range(MAX_TURNS):
+            roll = self.rng.random()
+            if to_submit and roll < 0.34:
+                for _ in range(min(to_submit, self.rng.choice((1, 1, 2, 6)))):
+                    to_submit -= 1
+                    self._submit()
+            elif roll < 0.39:
+                self._abort()
+            elif roll < 0.42 and self.pause_ticket is None:
+                self._pause()
+            elif roll < 0.50 and self.pause_ticket is not None:
+                self._resume()
+            elif roll < 0.51:
+                self._send(cmd.ResetPrefixCache(self._ticket()))
+            self.loop.turn(block=False)
+            if not to_submit and len(self.ended) + len(self.refused) == len(self.requests):
+                break
+            if not to_submit and self.pause_ticket is not None and self.rng.random() < 0.3:
+                self._resume()
+        else:
+            raise AssertionError(f"after {MAX_TURNS} turns requests are still alive: a live-lock")
+        while self.loop._in_flight:
+            self.loop.turn(block=False)
+        self._judge()
+
+    def _ticket(self) -> int:
+        self.next_ticket += 1
+        return self.next_ticket
+
+    def _send(self, command: cmd.Command) -> None:
+        self.inbox.put(command)
+
+    def _submit(self) -> None:
+        rng, config = self.rng, self.config
+        length = rng.randint(1, max(1, config.max_num_tokens * 2 // 3))
+        base = rng.choice(self.bases)
+        shared = rng.randint(0, length)
+        prompt = base[:shared] + [rng.randrange(config.vocab_size) for _ in range(length - shared)]
+        ticket = self._ticket()
+        if rng.random() < 0.05:
+            prompt = rng.choice(([], [config.vocab_size], [-1, 2], prompt + [1] * config.max_num_tokens))
+            self.must_refuse.add(ticket)
+        request = Request(rng.randint(0, 12), ticket, prompt, self._params(), stream=rng.random() < 0.5)
+        if any(request.request_id == other.request_id for other in self._live()):
+            self.must_refuse.add(ticket)
+        self.requests[ticket] = request
+        self._send(cmd.Submit(request))
+
+    def _live(self) -> list[Request]:
+        """Those that will be live when what is sent now is applied."""
+        return [
+            request
+            for ticket, request in self.requests.items()
+            if ticket not in self.ended and ticket not in self.must_refuse and not _ends_at_once(request)
+        ]
+
+    def _params(self) -> SamplingParams:
+        rng, vocab = self.rng, self.config.vocab_size
+        max_tokens = rng.choice((None, None, 0, 1, 3, 8, 20))
+        least = 0 if max_tokens is None else max_tokens
+        ids = lambda most: [rng.randrange(vocab) for _ in range(rng.randint(1, most))]  # noqa: E731
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=rng.randint(0, min(6, least)) if rng.random() < 0.3 else 0,
+            temperature=rng.choice((0.0, 1.0)),
+            seed=rng.choice((None, rng.randrange(2**64))),
+            stop=[rng.choice(("bca", "aab", "da", "ee", "cabc", "g"))] if rng.random() < 0.2 else [],
+            stop_token_ids=ids(1) if rng.random() < 0.2 else [],
+            stop_token_sequences=[ids(3) for _ in range(2)] if rng.random() < 0.3 else [],
+            ignore_eos=rng.random() < 0.3,
+            logprobs=rng.choice((None, None, 0, 2, -1)),
+            prompt_logprobs=rng.choice((None, None, None, 0, 2)),
+            priority=rng.choice((0, 0, 0, -1, 1)),
+            skip_reading_prefix_cache=rng.random() < 0.1,
+        )
+
+    def _abort(self) -> None:
+        if self.rng.random() < 0.1:
+            self._send(cmd.Abort(everything=True))
+        elif self.rng.random() < 0.5:
+            self._send(cmd.Abort(request_ids=[self.rng.randint(0, 12), "unknown"]))
+        else:
+            self._send(cmd.Abort(tickets=[self.rng.randint(1, self.next_ticket)]))
+
+    def _pause(self) -> None:
+        self.pause_ticket = self._ticket()
+        self._send(cmd.Pause(self.pause_ticket, self.rng.choice(("keep", "keep", "wait", "abort"))))
+
+    def _resume(self) -> None:
+        self.pause_ticket = None
+        self.is_paused = False
+        self._send(cmd.Resume(self._ticket()))
+
+    # What is told
+
+    def _publish(self, events: list[ev.Event]) -> None:
+        for event in events:
+            match event:
+                case ev.Ended(ticket, record):
+                    assert ticket not in self.ended, f"two ends of {ticket}"
+                    assert ticket not in self.refused
+                    self.ended[ticket] = record
+                    self.num_admitted += 1
+                case ev.Refused(ticket, request_id, _):
+                    assert ticket not in self.ended and ticket not in self.refused
+                    assert ticket in self.must_refuse, f"refused for no reason: {event}"
+                    assert request_id == self.requests[ticket].request_id
+                    self.refused.add(ticket)
+                case ev.Progress(ticket, first, token_ids, scores):
+                    assert not self.is_paused, "a token came while paused"
+                    ids, log = self.parts.setdefault(ticket, ([], TokenScores()))
+                    assert ticket not in self.ended and first == len(ids)
+                    assert (scores is None) == (self.requests[ticket].params.logprobs is None)
+                    ids += token_ids
+                    if scores is not None:
+                        assert scores.num_scored == len(token_ids)
+                        log.extend(scores)
+                case ev.Done(ticket):
+                    if ticket == self.pause_ticket:
+                        self.is_paused = True
+                case ev.FirstToken():
+                    pass
+
+    # Judgement
+
+    def _judge(self) -> None:
+        stats = self.scheduler.stats()
+        assert stats.num_free_pages == stats.num_pages, "pages are lost"
+        assert stats.num_running == stats.num_waiting == stats.num_paused == 0
+        assert not self.scheduler._states and not self.scheduler._live, "something is kept after its end"
+        assert self.must_refuse == self.refused
+        assert sorted(record.arrival for record in self.ended.values()) == list(range(len(self.ended)))
+        self.marks["evictions"] += stats.num_evictions
+        self.marks["pauses"] += stats.num_pauses
+        self.marks["cached tokens"] += stats.num_cached_tokens
+        self.marks["refused"] += len(self.refused)
+        for ticket, record in self.ended.items():
+            request = self.requests[ticket]
+            given = request.params.seed
+            if given is None:
+                given = derived_seed(self.config.seed, self.config.replica, record.arrival)
+            assert record.seed == given
+            self._judge_one(request, record, expected(request, record.seed, self.config))
+
+    def _judge_one(self, request: Request, record: ev.Record, truth: Expected) -> None:
+        count = len(record.token_ids)
+        assert record.token_ids == truth.token_ids[:count], (request, record.token_ids, truth.token_ids)
+        assert record.request_id == request.request_id and record.prompt_token_ids == request.prompt_token_ids
+        assert record.num_cached_tokens < len(request.prompt_token_ids)
+        ids, log = self.parts.get(request.ticket, ([], TokenScores()))
+        if request.stream:
+            assert ids == record.token_ids
+            assert record.scores is None or log == record.scores
+        else:
+            assert not ids
+        if record.finish_reason in ("stop", "length"):
+            assert count == len(truth.token_ids) and record.finish_reason == truth.reason
+            stop = record.stop
+            found = None if stop is None else (stop.reason, stop.num_tokens, stop.num_matched, stop.text_end)
+            assert found == truth.stop, (found, truth.stop)
+            self.marks[f"stop by {type(stop.reason).__name__}" if stop else "length"] += 1
+        else:
+            assert (record.failure is not None) == (record.finish_reason == "error")
+        _judge_scores(record.scores, truth.scores[:count], request.params.logprobs is not None)
+        prompt_scores = truth.prompt_scores
+        if record.finish_reason not in ("stop", "length") and record.prompt_scores is not None:
+            prompt_scores = prompt_scores[: record.prompt_scores.num_scored]
+        _judge_scores(record.prompt_scores, prompt_scores, request.params.prompt_logprobs is not None)
+
+
+def _judge_scores(
+    given: TokenScores | None, truth: list[tuple[float, list[int], list[float]]], asked: bool
+) -> None:
+    assert (given is not None) == asked
+    if given is None:
+        return
+    assert given.num_scored == len(truth)
+    for i, (chosen, ids, scores) in enumerate(truth):
+        low = given.top_first[i]
+        high = low + given.num_top[i]
+        assert given.chosen[i] == chosen
+        assert list(given.top_ids[low:high]) == ids and list(given.top_scores[low:high]) == scores
+
+
+def _ends_at_once(request: Request) -> bool:
+    params = request.params
+    return params.max_tokens == 0 and (params.prompt_logprobs is None or len(request.prompt_token_ids) == 1)
+
+
+def _with_paused_pages(config: CoreConfig, paused_pages: int) -> CoreConfig:
+    fields = {name: getattr(config, name) for name in CoreConfig.__struct_fields__}
+    return CoreConfig(**{**fields, "paused_pages": paused_pages})
+
+
+def run_lives(first: int, count: int, depth: int) -> Counter[str]:
+    """Run these seeds; the first failure names its seed and how to replay it."""
+    marks: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        try:
+            Life(seed, depth, marks).run()
+        except Exception as error:
+            again = f"python -m tests.sim.life --depth {depth} --first {seed} --count 1"
+            raise AssertionError(f"life with seed {seed} at depth {depth} failed; replay: {again}") from error
+    return marks
+
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=2000)
+    args = parser.parse_args()
+    marks = run_lives(args.first, args.count, args.depth)
+    print(f"{args.count} lives at depth {args.depth}, all equal the oracle")
+    for name, number in sorted(marks.items()):
+        print(f"  {name}: {number}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
