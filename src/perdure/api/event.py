@@ -71,7 +71,10 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """New output tokens of a streaming request, with their scores if asked; first is their output index."""
+    """New output tokens of a streaming request, with their scores if asked; first is their output index.
+
+    A request that ends with its tokens gets no `Progress` for them: `Ended` holds everything.
+    """
 
     ticket: int
     first: int

@@ -7,7 +7,7 @@ gives `{token_id: Logprob}`, best first, with the chosen token added last if it 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
 import msgspec
@@ -27,10 +27,13 @@ class TokenScores(Sequence["dict[int, Logprob] | None"]):
     leading_none: entry 0 is None (a prompt's first token has no score).
     """
 
-    __slots__ = ("chosen", "leading_none", "num_top", "rank", "token_ids", "top_first", "top_ids", "top_scores")
+    COLUMNS = ("leading_none", "token_ids", "chosen", "rank", "num_top", "top_first", "top_ids", "top_scores")
+    __slots__ = (*COLUMNS, "spell")
 
     def __init__(self, leading_none: bool = False) -> None:
         self.leading_none = leading_none
+        self.spell: Callable[[int], str] | None = None
+        """Gives the text of an id for `Logprob.decoded_token`."""
         self.token_ids = array("i")
         self.chosen = array("f")
         self.rank = array("i")
@@ -83,11 +86,14 @@ class TokenScores(Sequence["dict[int, Logprob] | None"]):
         self.top_scores.extend(other.top_scores)
 
     def _entry(self, i: int) -> dict[int, Logprob]:
-        low = self.top_first[i]
-        entry = {
-            self.top_ids[low + j]: Logprob(self.top_scores[low + j], j + 1) for j in range(self.num_top[i])
-        }
-        entry.setdefault(self.token_ids[i], Logprob(self.chosen[i], self.rank[i]))
+        low, spell = self.top_first[i], self.spell
+        entry: dict[int, Logprob] = {}
+        for j in range(self.num_top[i]):
+            token_id = self.top_ids[low + j]
+            entry[token_id] = Logprob(self.top_scores[low + j], j + 1, spell(token_id) if spell else None)
+        chosen = self.token_ids[i]
+        if chosen not in entry:
+            entry[chosen] = Logprob(self.chosen[i], self.rank[i], spell(chosen) if spell else None)
         return entry
 
     def __len__(self) -> int:
@@ -112,7 +118,7 @@ class TokenScores(Sequence["dict[int, Logprob] | None"]):
         """Bitwise equality of every column."""
         if not isinstance(other, TokenScores):
             return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
+        return all(getattr(self, name) == getattr(other, name) for name in self.COLUMNS)
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -303,12 +303,12 @@ class Scheduler:
         elif state.num_output >= state.stops.max_output:
             self._cut(state, state.prompt_length + state.stops.max_output)
         self._counters.num_generated_tokens += len(state.tokens) - first
-        if state.request.stream:
-            self._report(state, first)
         if stop is not None:
             self._end(state, Status.FINISHED, "stop", stop)
         elif state.num_output >= state.stops.max_output:
             self._end(state, Status.FINISHED, "length")
+        elif state.request.stream:
+            self._report(state, first)
 
     def _cut(self, state: RequestState, end: int) -> None:
         """Drop what a step gave beyond the request's end."""

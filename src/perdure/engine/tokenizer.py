@@ -9,18 +9,14 @@
 
 from __future__ import annotations
 
-import datetime
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
-from perdure.api.errors import InvalidValue, ModelLoadError, ModelNotFound
-from perdure.models.gguf_file import GGUFFile
+from perdure.api.errors import ModelLoadError, ModelNotFound
+from perdure.engine.chat_template import Messages, Tools, one_line, refuse_missing_template, refusing_bad_messages
+from perdure.engine.gguf_tokenizer import GGUFTokenizer
 from perdure.models.store import open_gguf
-
-Messages = Sequence[Mapping[str, Any]]
-Tools = Sequence[Mapping[str, Any]]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -73,7 +69,7 @@ class DirectoryTokenizer:
         try:
             self._inner: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises whatever the damaged file made it trip over
-            raise ModelLoadError(f"{directory}: the tokenizer cannot be read ({_one_line(error)})") from error
+            raise ModelLoadError(f"{directory}: the tokenizer cannot be read ({one_line(error)})") from error
         self.vocab_size = len(self._inner)
         self.bos_token_id: int | None = self._inner.bos_token_id
         self.eos_token_id: int | None = self._inner.eos_token_id
@@ -92,40 +88,13 @@ class DirectoryTokenizer:
     def apply_chat_template(
         self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
     ) -> list[int]:
-        from jinja2 import TemplateError
-
         if not self._inner.chat_template:
-            _refuse_chat()
-        try:
+            refuse_missing_template()
+        with refusing_bad_messages():
             text = self._inner.apply_chat_template(
                 list(messages), tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
             )
-        except TemplateError as error:
-            raise InvalidValue(f"the chat template refused the messages: {_one_line(error)}") from error
         return self.encode(text, add_special_tokens=False)
 
     def id_to_piece(self, token_id: int) -> str:
         return self._inner.convert_ids_to_tokens(token_id) or ""
-
-
-class GGUFTokenizer:
-    """A byte-level BPE tokenizer built from a GGUF's metadata."""
-
-    def __init__(self, file: GGUFFile) -> None:
-        metadata = file.metadata
-        name = str(file.path)
-        kind = metadata.get("tokenizer.ggml.model")
-        if kind != "gpt2":
-            raise ModelLoadError(f"{name}: tokenizer.ggml.model={kind!r} is not supported; supported: 'gpt2'")
-        pre = metadata.get("tokenizer.ggml.pre", "default")
-        pieces = _column(name, metadata, "tokenizer.ggml.tokens")
-        special = _special_ids(name, metadata, len(pieces))
-        self._inner = _byte_level_bpe(name, metadata, pre, pieces, special)
-        self._pieces = pieces
-        self._template: str | None = metadata.get("tokenizer.chat_template")
-        self.vocab_size = len(pieces)
-        self.bos_token_id: int | None = metadata.get("tokenizer.ggml.bos_token_id")
-        self.eos_token_id: int | None = metadata.get("tokenizer.ggml.eos_token_id")
-        self.all_special_ids = special
-        wants_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", pre in LLAMA3_NAMES))
-        self.adds_bos = wants_bos and self.bos_token_id is not None

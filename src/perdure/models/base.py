@@ -22,7 +22,7 @@ class ModelConfig:
     """A model's shape, as its files state it.
 
     vocab_size: rows of the head, which may be more than the tokenizer has ids.
-    rope_scaling: None, or `rope_type` and its fields (`ops.rope.SCALING_FIELDS`).
+    rope_scaling: None, or `rope_type` and its numbers (`ops.rope.inverse_frequencies`).
     eos_token_ids: every id the files name as an end, ascending; empty when they name none.
     dtype: what the files store (float32 for a GGUF, whatever its blocks); what is computed in is chosen at load.
     """

@@ -20,6 +20,16 @@ from perdure.models.gguf_file import GGUFFile
 from perdure.models.registry import find_family
 from perdure.ops.rope import SCALING_FIELDS
 
+GENERATION_FILE = "generation_config.json"
+SAMPLING_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+"""What a generation config may suggest, and what `SamplingParams` calls it."""
+
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -72,14 +82,13 @@ def config_from_directory(directory: Path) -> ModelConfig:
         raise ModelNotFound(f"{directory}: no config.json in this directory")
     values = read_json(path)
     fields = Fields(str(path), values)
-    architecture = (values.get("architectures") or ["(none)"])[0]
-    find_family(architecture, fields.file)
+    architecture = _architecture(fields)
     _refuse_foreign_values(fields)
 
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    generation = read_json(directory / "generation_config.json")
+    rope = _rope_fields(fields)
+    generation = read_json(directory / GENERATION_FILE)
     config = ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -99,7 +108,7 @@ def config_from_directory(directory: Path) -> ModelConfig:
         bos_token_id=_first(_ids(fields.file, "bos_token_id", values.get("bos_token_id"))),
         eos_token_ids=_union(
             _ids(fields.file, "eos_token_id", values.get("eos_token_id")),
-            _ids(str(directory / "generation_config.json"), "eos_token_id", generation.get("eos_token_id")),
+            _ids(str(directory / GENERATION_FILE), "eos_token_id", generation.get("eos_token_id")),
         ),
         dtype=_stored_dtype(fields),
     )
@@ -123,7 +132,6 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     for field in ("rope.dimension_count", "attention.value_length"):
         if fields.integer(field, head_dim) != head_dim:
             raise ModelLoadError(f"{name}: {field}={fields.values[field]} differs from the head size {head_dim}")
-    special = Fields(name, file.metadata)
     config = ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -140,14 +148,27 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
-        bos_token_id=_first(_ids(name, "bos_token_id", special.values.get("tokenizer.ggml.bos_token_id"))),
+        bos_token_id=_first(_ids(name, "bos_token_id", file.metadata.get("tokenizer.ggml.bos_token_id"))),
         eos_token_ids=_union(
-            _ids(name, "eos_token_id", special.values.get("tokenizer.ggml.eos_token_id")),
-            _ids(name, "eot_token_id", special.values.get("tokenizer.ggml.eot_token_id")),
+            _ids(name, "eos_token_id", file.metadata.get("tokenizer.ggml.eos_token_id")),
+            _ids(name, "eot_token_id", file.metadata.get("tokenizer.ggml.eot_token_id")),
         ),
         dtype=torch.float32,
     )
     return _checked(config, name)
+
+
+def sampling_defaults(directory: Path) -> dict[str, Any]:
+    """The sampling settings a directory suggests; nothing applies them by itself."""
+    suggested = read_json(directory / GENERATION_FILE)
+    return {ours: suggested[theirs] for theirs, ours in SAMPLING_NAMES.items() if suggested.get(theirs) is not None}
+
+
+def _architecture(fields: Fields) -> str:
+    named = fields.values.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else "(none)"
+    find_family(architecture, fields.file)
+    return architecture
 
 
 def _refuse_foreign_values(fields: Fields) -> None:
@@ -157,9 +178,18 @@ def _refuse_foreign_values(fields: Fields) -> None:
         raise ModelLoadError(
             f"{fields.file}: quantization {method!r} is not supported; give a plain checkpoint or a GGUF"
         )
-    activation = fields.values.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelLoadError(f"{fields.file}: hidden_act={activation!r} is not supported; supported: 'silu'")
+    for name, supported in (("hidden_act", "silu"), ("partial_rotary_factor", 1.0)):
+        value = fields.values.get(name, supported)
+        if value != supported:
+            raise ModelLoadError(f"{fields.file}: {name}={value!r} is not supported; supported: {supported!r}")
+
+
+def _rope_fields(fields: Fields) -> dict[str, Any]:
+    """What newer files call rope_parameters and older ones rope_scaling; {} when neither says anything."""
+    rope = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ModelLoadError(f"{fields.file}: the rope parameters are no JSON object: {rope!r}")
+    return rope
 
 
 def _rope_scaling(file: str, rope: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -63,20 +63,23 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("rb")
-        if self._file.read(4) != MAGIC:
-            raise ModelLoadError(f"{path}: not a GGUF file")
-        with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            header = _Header(path, data)
-            self.metadata = header.metadata
-            self.tensors = header.tensors
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise ModelLoadError(f"{path}: not a GGUF file")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                header = _Header(path, data)
+        self.metadata = header.metadata
+        self.tensors = header.tensors
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start .. stop - 1 of a tensor, decoded if it is quantised (of a vector: its elements)."""
         tensor = self.tensors[name]
-        self._file.seek(tensor.begin + start * tensor.row_bytes)
+        begin = tensor.begin + start * tensor.row_bytes
         data = bytearray((stop - start) * tensor.row_bytes)
-        if self._file.readinto(data) != len(data):
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            complete = file.readinto(data) == len(data)
+        if not complete:
             raise ModelLoadError(f"{self.path}: the file ended inside tensor {name!r} while it was being read")
         shape = (stop - start, *tensor.shape[1:])
         if tensor.type in PLAIN_TYPES:

@@ -37,17 +37,20 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("rb")
-        self.tensors = _read_header(path, self._file)
+        with path.open("rb") as file:
+            self.tensors = _read_header(path, file)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start .. stop - 1 of a tensor in the type it is stored in (of a vector: its elements)."""
         tensor = self.tensors[name]
         dtype = DTYPES[tensor.type]
         row_bytes = math.prod(tensor.shape[1:]) * dtype.itemsize
-        self._file.seek(tensor.begin + start * row_bytes)
+        begin = tensor.begin + start * row_bytes
         data = bytearray((stop - start) * row_bytes)
-        if self._file.readinto(data) != len(data):
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            complete = file.readinto(data) == len(data)
+        if not complete:
             raise ModelLoadError(f"{self.path}: the file ended inside tensor {name!r} while it was being read")
         return torch.frombuffer(data, dtype=dtype).view(stop - start, *tensor.shape[1:])
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from perdure.api.errors import ModelLoadError
 from perdure.models.base import Part
 from perdure.models.config import read_json
-from perdure.models.gguf_file import MAGIC, GGUFFile
+from perdure.models.gguf_file import GGUFFile
 from perdure.models.safetensors_file import SafetensorsFile
 
 SINGLE_FILE = "model.safetensors"
@@ -98,9 +98,6 @@ def open_gguf(path: Path) -> GGUFFile:
     """The GGUF at `path`; anything else a file can be is refused by name."""
     if path.suffix in PICKLED_SUFFIXES:
         raise ModelLoadError(f"{path}: pickled weights are refused; give a directory with safetensors or a GGUF file")
-    with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            raise ModelLoadError(f"{path}: not a GGUF file")
     return GGUFFile(path)
 
 

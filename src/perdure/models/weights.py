@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from perdure.api.errors import InvalidValue, ModelNotFound
 from perdure.models.base import Model, ModelConfig, Parts, joined_shape
-from perdure.models.config import DTYPES, config_from_directory, config_from_gguf
+from perdure.models.config import DTYPES, config_from_directory, config_from_gguf, sampling_defaults
 from perdure.models.registry import find_family
 from perdure.models.store import Store, directory_store, gguf_store, open_gguf
 from perdure.ops.linear import LinearForm, linear_invariant
@@ -29,12 +30,19 @@ DUMMY_SCALE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A built model, the type it computes in, and where its tokenizer is to be found."""
+    """A built model, the type it computes in, and what else its files say.
+
+    num_parameters, num_bytes: of the weights; a tied head counts once. tokenizer_source: where its tokenizer is.
+    sampling_defaults: settings its generation_config.json suggests, by the names of `SamplingParams`.
+    """
 
     model: Model
     config: ModelConfig
     dtype: torch.dtype
+    num_parameters: int
+    num_bytes: int
     tokenizer_source: Path
+    sampling_defaults: Mapping[str, Any]
 
 
 def load_model(
@@ -68,7 +76,15 @@ def load_model(
         unread = (*family.ignored_suffixes, "lm_head.weight") if config.tie_word_embeddings else family.ignored_suffixes
         store.check([part for parts in parameters.values() for part in parts], unread)
         weights = {name: _read(store, parts, chosen, device) for name, parts in parameters.items()}
-    return LoadedModel(family.build(config, weights, linear), config, chosen, path)
+    return LoadedModel(
+        model=family.build(config, weights, linear),
+        config=config,
+        dtype=chosen,
+        num_parameters=sum(weight.numel() for weight in weights.values()),
+        num_bytes=sum(weight.nbytes for weight in weights.values()),
+        tokenizer_source=path,
+        sampling_defaults=sampling_defaults(path) if gguf is None else {},
+    )
 
 
 def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:

@@ -20,10 +20,9 @@ SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "factors": ("factors",),
 }
-"""The scalings known, by `rope_type`, and the fields each needs. "factors" is how GGUF stores llama3: one divisor a
-frequency."""
+"""The scalings that configurations name as `rope_type`, and the numbers each needs. One more, "factors", is how GGUF
+stores llama3: `factors` holds one divisor a frequency."""
 
 
 class RotaryTable(NamedTuple):
@@ -46,7 +45,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] 
         return _llama3(inverse, scaling)
     if kind == "factors":
         return inverse / torch.tensor(scaling["factors"], dtype=torch.float32)
-    raise ValueError(f"rope_type={kind!r} is none of {', '.join(SCALING_FIELDS)}")
+    raise ValueError(f"rope_type={kind!r} is none of {', '.join(SCALING_FIELDS)}, factors")
 
 
 def _llama3(inverse: Tensor, scaling: Mapping[str, Any]) -> Tensor:

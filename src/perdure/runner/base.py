@@ -1,4 +1,8 @@
-"""What the engine loop needs of a device: launch a plan, wait for its output, close. No torch here."""
+"""What the loop needs of a device, whatever executes there.
+
+- Steps run in the order of launch; `launch` returns before the step has run.
+- A step's own failure is in its output (`StepOutput.errors`), never an exception of `wait`.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,17 @@ class Ticket(Protocol):
     """One launched step."""
 
     def wait(self) -> StepOutput:
-        """The step's output, once it is there."""
+        """Block until the step has run. May be called once or more, from any thread."""
+        ...
 
 
 class Device(Protocol):
-    """Executes plans in the order they were launched."""
+    """Runs plans in order."""
 
     def launch(self, plan: StepPlan) -> Ticket:
-        """Take the plan and return at once."""
+        """Hand over a step and return at once."""
+        ...
 
     def close(self) -> None:
-        """Finish what was launched and give everything back."""
+        """Finish what was launched and give everything back. Nothing is launched afterwards."""
+        ...

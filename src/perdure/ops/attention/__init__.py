@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from perdure.ops.attention.base import AttentionForm, AttentionRows, CacheShape, PlannedAttention
 from perdure.ops.attention.reference import ReferenceAttention
-from perdure.ops.attention.sdpa import SdpaAttention
+from perdure.ops.attention.plain import PlainAttention
 from perdure.ops.attention.tiled import TiledAttention
 
 FORMS: dict[str, Callable[[CacheShape], AttentionForm]] = {
+    "plain": PlainAttention,
     "reference": ReferenceAttention,
-    "sdpa": SdpaAttention,
     "tiled": TiledAttention,
 }
 

@@ -54,9 +54,7 @@ class TiledAttention:
         prompts = [self._plan_prompt(rows, int(num_tiles[row]), row) for row in np.flatnonzero(lengths > 1).tolist()]
         return PlannedTiled(self._shape, self.tile, self._scratch, decode, prompts)
 
-    def _decode_batches(
-        self, lengths: NDArray[np.int64], num_tiles: NDArray[np.int64]
-    ) -> list[NDArray[np.int64]]:
+    def _decode_batches(self, lengths: NDArray[np.int64], num_tiles: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Rows of one query, longest first, cut where a batch would be too ragged or too large."""
         ones = np.flatnonzero(lengths == 1)
         order = ones[np.argsort(-num_tiles[ones], kind="stable")]

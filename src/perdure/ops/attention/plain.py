@@ -18,20 +18,20 @@ from torch.nn import functional
 from perdure.ops.attention.base import AttentionRows, CacheShape
 
 
-class SdpaAttention:
+class PlainAttention:
     """See the module's docstring."""
 
-    name = "sdpa"
+    name = "plain"
     batch_invariant = False
 
     def __init__(self, shape: CacheShape) -> None:
         self._shape = shape
 
-    def plan(self, rows: AttentionRows) -> PlannedSdpa:
+    def plan(self, rows: AttentionRows) -> PlannedPlain:
         lengths = np.diff(rows.offsets)
         groups = [np.flatnonzero(lengths == 1)] if np.any(lengths == 1) else []
         groups += [np.array([row]) for row in np.flatnonzero(lengths > 1)]
-        return PlannedSdpa(self._shape, [self._plan_call(rows, group) for group in groups])
+        return PlannedPlain(self._shape, [self._plan_call(rows, group) for group in groups])
 
     def _plan_call(self, rows: AttentionRows, group: NDArray[np.int64]) -> _Call:
         """Rows of equal length."""
@@ -61,7 +61,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedSdpa:
+class PlannedPlain:
     shape: CacheShape
     calls: list[_Call]
 

@@ -1,0 +1,182 @@
+"""`AsyncLLM`: the same engine for asyncio. `submit` gives a handle that streams, can be awaited, and aborted."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import weakref
+from collections.abc import AsyncIterator, Generator
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self
+
+from perdure.api import command as cmd
+from perdure.api import event as ev
+from perdure.api.config import EngineConfig
+from perdure.api.errors import PerdureError
+from perdure.api.event import Event
+from perdure.api.output import RequestOutput, Stats
+from perdure.api.request import Request, RequestId
+from perdure.api.sampling import SamplingParams
+from perdure.engine.engine import Engine
+from perdure.engine.handle import Arrivals
+from perdure.engine.prompts import Prompt, checked_id, token_ids_of
+from perdure.engine.text import StreamBuilder, build_output
+from perdure.engine.tokenizer import Tokenizer
+
+
+class Handle:
+    """One submitted request.
+
+    `async for part in handle` gives parts as they come, the last with `finished` True; `await handle` gives the whole
+    result; both may be used, and awaited again. A refused request raises its error from either. Leaving an iteration
+    early ends nothing: `abort` does.
+    """
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine = engine
+        self._request = request
+        self._loop = asyncio.get_running_loop()
+        self._result: asyncio.Future[RequestOutput] = self._loop.create_future()
+        self._result.add_done_callback(_seen)
+        self._parts: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
+        self._receiver = Arrivals(request, self._hand_over)
+        self._builder = (
+            StreamBuilder(request, engine.tokenizer, request.params.output_kind == "cumulative")
+            if request.stream
+            else None
+        )
+
+    @property
+    def request_id(self) -> RequestId:
+        return self._request.request_id
+
+    @property
+    def receiver(self) -> Arrivals:
+        return self._receiver
+
+    def abort(self) -> None:
+        """End it with what it has; the handle then gives the partial result. Nothing happens if it has ended."""
+        self._engine.send(cmd.Abort(tickets=[self._request.ticket]))
+
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
+        return asyncio.shield(self._result).__await__()
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        while (part := await self._parts.get()) is not None:
+            yield part
+        self._parts.put_nowait(None)
+        if error := self._result.exception():
+            raise error
+
+    def _hand_over(self, event: Event | PerdureError) -> None:
+        """On the engine's thread: go over to the caller's loop, unless that is gone."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._take, event)
+
+    def _take(self, event: Event | PerdureError) -> None:
+        match event:
+            case ev.Progress(_, _, token_ids, scores):
+                assert self._builder is not None
+                if (part := self._builder.progress(token_ids, scores)) is not None:
+                    self._parts.put_nowait(part)
+                return
+            case ev.Ended(_, record):
+                metrics, config = self._receiver.metrics(record), self._engine.resolved.config
+                result = build_output(self._request, record, self._engine.tokenizer, metrics, config.return_prompt)
+                self._parts.put_nowait(result if self._builder is None else self._builder.end(result))
+                self._result.set_result(result)
+            case ev.Refused(_, _, failure):
+                self._result.set_exception(failure.to_exception())
+            case PerdureError():
+                self._result.set_exception(event)
+        self._parts.put_nowait(None)
+
+
+def _seen(future: asyncio.Future[RequestOutput]) -> None:
+    """Mark an error as retrieved: whoever iterates or awaits gets it, and nobody else needs a warning."""
+    if not future.cancelled():
+        future.exception()
+
+
+class AsyncLLM:
+    """`LLM` for asyncio; the settings are the same."""
+
+    def __init__(self, model: str | None = None, **config: Any) -> None:
+        self._engine = Engine(EngineConfig.of(model=None if model is None else str(model), **config))
+        self._names = itertools.count()
+        self._finalizer = weakref.finalize(self, self._engine.close)
+
+    def submit(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: RequestId | None = None
+    ) -> Handle:
+        """Submit one request, streaming unless `output_kind` is "final". Returns at once.
+
+        Raises `InvalidValue` for a prompt that is none; what admission refuses is raised by the handle.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        token_ids, text = token_ids_of(prompt, self._engine.tokenizer)
+        name = f"request-{next(self._names)}" if request_id is None else checked_id(request_id)
+        request = Request(
+            name, self._engine.ticket(), token_ids, params, text, stream=params.output_kind != "final"
+        )
+        handle = Handle(self._engine, request)
+        self._engine.submit([(request, handle.receiver)])
+        return handle
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: RequestId | None = None
+    ) -> RequestOutput:
+        """The whole result of one request."""
+        return await self.submit(prompt, sampling_params, request_id=request_id)
+
+    async def abort(self, request_ids: RequestId | list[RequestId] | None = None) -> None:
+        """End live requests with what they have; None = all."""
+        if request_ids is None:
+            self._engine.send(cmd.Abort(everything=True))
+        else:
+            ids = [request_ids] if isinstance(request_ids, (str, int)) else list(request_ids)
+            self._engine.send(cmd.Abort(request_ids=ids))
+
+    async def pause(self, mode: cmd.PauseMode = "keep") -> None:
+        """Returns when no token will come before `resume`."""
+        await _wrapped(self._engine.pause(mode))
+
+    async def resume(self) -> None:
+        await _wrapped(self._engine.ask(cmd.Resume))
+
+    async def reset_prefix_cache(self) -> None:
+        await _wrapped(self._engine.ask(cmd.ResetPrefixCache))
+
+    async def stats(self) -> Stats:
+        found = await _wrapped(self._engine.ask(cmd.GetStats))
+        assert isinstance(found, Stats)
+        return found
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._engine.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits."""
+        return self._engine.resolved.core.vocab_size
+
+    def describe(self) -> dict[str, Any]:
+        return self._engine.resolved.describe()
+
+    def shutdown(self) -> None:
+        """End everything and give memory and threads back. Later calls raise `EngineDead`."""
+        self._finalizer()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self.shutdown)
+
+
+async def _wrapped(future: Future[object]) -> object:
+    return await asyncio.wrap_future(future)

@@ -1,0 +1,171 @@
+"""`Engine`: a scheduler, a device and the loop's thread, and the post between them and the callers.
+
+- Callers put commands into the inbox and get events by ticket: each ticket has one receiver, and nobody else hears of it.
+- A dead engine is sticky: every waiter and every later call gets `EngineDead` with the first cause.
+- Receivers are called on the loop's thread and must only hand over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol
+
+from perdure.api import command as cmd
+from perdure.api import event as ev
+from perdure.api.config import EngineConfig
+from perdure.api.errors import EngineDead, InvalidValue, PerdureError
+from perdure.api.event import Event
+from perdure.api.request import Request
+from perdure.core.journal import Journal
+from perdure.core.scheduler import Scheduler
+from perdure.core.stopping import TextCursor
+from perdure.engine.loop import Inbox, Loop
+from perdure.engine.resolve import Resolved, resolve
+from perdure.engine.text import Detokenizer
+from perdure.runner.worker import ThreadedRunner
+
+log = logging.getLogger("perdure")
+
+
+class Receiver(Protocol):
+    """Gets the events of one ticket, on the loop's thread."""
+
+    def deliver(self, event: Event) -> None: ...
+
+    def fail(self, error: PerdureError) -> None:
+        """No event will come any more."""
+
+
+class Reply:
+    """Receiver of one control command's answer."""
+
+    def __init__(self) -> None:
+        self.future: Future[object] = Future()
+
+    def deliver(self, event: Event) -> None:
+        assert isinstance(event, ev.Done)
+        if event.failure is not None:
+            self.future.set_exception(event.failure.to_exception())
+        else:
+            self.future.set_result(event.value)
+
+    def fail(self, error: PerdureError) -> None:
+        self.future.set_exception(error)
+
+
+class Engine:
+    """Starts its thread when built, and runs until `close`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.resolved: Resolved = resolve(config)
+        self.tokenizer = self.resolved.tokenizer
+        core = self.resolved.core
+        if core.max_num_tokens < core.max_model_len:
+            log.warning(
+                "the KV pool holds %d tokens, fewer than max_model_len=%d: longer requests are clipped or refused",
+                core.max_num_tokens,
+                core.max_model_len,
+            )
+        journal = _open_journal(config, self.resolved)
+        self._tickets = itertools.count(1)
+        self._receivers: dict[int, Receiver] = {}
+        self._lock = threading.Lock()
+        self._dead: EngineDead | None = None
+        self._inbox = Inbox()
+        self._loop = Loop(
+            Scheduler(core, self._cursor),
+            ThreadedRunner(self.resolved.runner),
+            self._inbox,
+            self._publish,
+            steps_in_flight=config.steps_in_flight,
+            journal=journal,
+            check=config.check_integrity,
+        )
+        self._thread = threading.Thread(target=self._run, name="perdure-loop", daemon=True)
+        self._thread.start()
+
+    def _cursor(self, request: Request) -> TextCursor:
+        """Text for stop strings."""
+        if self.tokenizer is None:
+            raise InvalidValue(f"stop={list(request.params.stop)!r} needs text, but the model came without a tokenizer")
+        return Detokenizer(self.tokenizer, request.params.skip_special_tokens)
+
+    # Callers' threads
+
+    def ticket(self) -> int:
+        return next(self._tickets)
+
+    def submit(self, requests: list[tuple[Request, Receiver]]) -> None:
+        """Submit all of these with nothing in between. Raises `EngineDead`."""
+        self._send({r.ticket: receiver for r, receiver in requests}, [cmd.Submit(r) for r, _ in requests])
+
+    def send(self, command: cmd.Command) -> None:
+        """A command that has no answer."""
+        self._send({}, [command])
+
+    def ask(self, make: type[cmd.Resume | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop]) -> Future[object]:
+        """Send a control command; the future gets its answer."""
+        return self._ask(make(self.ticket()))
+
+    def pause(self, mode: cmd.PauseMode) -> Future[object]:
+        if mode not in ("keep", "wait", "abort"):
+            raise InvalidValue(f"mode={mode!r} is none of keep, wait, abort")
+        return self._ask(cmd.Pause(self.ticket(), mode))
+
+    def _ask(self, command: cmd.Pause | cmd.Resume | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop) -> Future[object]:
+        reply = Reply()
+        self._send({command.ticket: reply}, [command])
+        return reply.future
+
+    def _send(self, receivers: dict[int, Receiver], commands: list[cmd.Command]) -> None:
+        with self._lock:
+            if self._dead is not None:
+                raise EngineDead(str(self._dead))
+            self._receivers.update(receivers)
+        self._inbox.put(*commands)
+
+    def close(self) -> None:
+        """End every request with what it has, and the threads. Harmless when done twice."""
+        try:
+            stopped = self.ask(cmd.Stop)
+        except EngineDead:
+            return
+        if threading.current_thread() is not self._thread:
+            stopped.exception()
+            self._thread.join()
+
+    # The loop's thread
+
+    def _run(self) -> None:
+        cause: BaseException | None = None
+        try:
+            self._loop.run()
+        except BaseException as error:
+            log.error("the engine died", exc_info=True)
+            cause = error
+        reason = "the engine is closed" if cause is None else f"the engine died of {type(cause).__name__}: {cause}"
+        with self._lock:
+            self._dead = EngineDead(reason)
+            left = list(self._receivers.values())
+            self._receivers.clear()
+        for receiver in left:
+            receiver.fail(EngineDead(reason))
+
+    def _publish(self, events: list[Event]) -> None:
+        for event in events:
+            last = not isinstance(event, (ev.Progress, ev.FirstToken))
+            receiver = self._receivers.pop(event.ticket) if last else self._receivers[event.ticket]
+            receiver.deliver(event)
+
+
+def _open_journal(config: EngineConfig, resolved: Resolved) -> Journal | None:
+    if config.journal is None:
+        return None
+    try:
+        return Journal(Path(config.journal).open("wb"), resolved.core)
+    except OSError as error:
+        raise InvalidValue(f"journal={config.journal!r} cannot be written: {error.strerror}") from None

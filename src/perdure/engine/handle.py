@@ -1,0 +1,49 @@
+"""Receivers of requests: they collect a request's events on the loop's thread and hand its result to whoever waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from perdure.api import event as ev
+from perdure.api.errors import PerdureError
+from perdure.api.event import Event
+from perdure.api.output import CompletionOutput, RequestMetrics, RequestOutput
+from perdure.api.request import Request, RequestId
+
+
+class Arrivals:
+    """Times of one request, and its last event. on_event is called on the loop's thread after each event."""
+
+    def __init__(self, request: Request, on_event: Callable[[Event | PerdureError], None]) -> None:
+        self.request = request
+        self._on_event = on_event
+        self._arrival_time = time.monotonic()
+        self._first_token_time: float | None = None
+        self._finished_time: float | None = None
+
+    def deliver(self, event: Event) -> None:
+        if isinstance(event, ev.FirstToken):
+            self._first_token_time = time.monotonic()
+            return
+        if isinstance(event, ev.Ended):
+            self._finished_time = time.monotonic()
+        self._on_event(event)
+
+    def fail(self, error: PerdureError) -> None:
+        self._on_event(error)
+
+    def metrics(self, record: ev.Record) -> RequestMetrics:
+        return RequestMetrics(
+            self._arrival_time,
+            self._first_token_time,
+            self._finished_time,
+            num_pauses=record.num_pauses,
+            num_evictions=record.num_evictions,
+        )
+
+
+def refused_output(request_id: RequestId, error: PerdureError) -> RequestOutput:
+    """What stands in a list of results for a request that was not admitted."""
+    completion = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
+    return RequestOutput(request_id, [completion], finished=True, error=error)

@@ -1,0 +1,269 @@
+"""`LLM`: the engine for scripts. Calls block; any number of threads may call at once, each gets its own results."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from perdure.api import command as cmd
+from perdure.api import event as ev
+from perdure.api.config import EngineConfig
+from perdure.api.errors import InvalidValue, PerdureError
+from perdure.api.event import Event
+from perdure.api.output import RequestOutput, Stats
+from perdure.api.request import Request, RequestId
+from perdure.api.sampling import SamplingParams
+from perdure.api.scores import TokenScores
+from perdure.engine.engine import Engine
+from perdure.engine.handle import Arrivals, refused_output
+from perdure.engine.prompts import Prompt, as_batch, checked_id, params_for, token_ids_of
+from perdure.engine.text import build_output
+from perdure.engine.tokenizer import Tokenizer
+
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class Call:
+    """One call's requests: wakes its caller when the last of them ended."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._ends: dict[int, Event | PerdureError] = {}
+
+    def receiver(self, request: Request) -> Arrivals:
+        def ended(event: Event | PerdureError) -> None:
+            with self._changed:
+                self._ends[request.ticket] = event
+                self._changed.notify()
+
+        return Arrivals(request, ended)
+
+    def wait(self, count: int) -> dict[int, Event | PerdureError]:
+        """How each request ended, by ticket, once at least `count` have."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._ends) >= count)
+            return dict(self._ends)
+
+
+class LLM:
+    """A model ready to generate.
+
+    model: a directory, a .gguf file, or nothing for the default model. The other settings are `EngineConfig`'s fields.
+    Raises `ModelLoadError` (`ModelNotFound`) and `InvalidValue`.
+    """
+
+    def __init__(self, model: str | None = None, **config: Any) -> None:
+        self._engine = Engine(EngineConfig.of(model=None if model is None else str(model), **config))
+        self._names = itertools.count()
+        self._finalizer = weakref.finalize(self, self._engine.close)
+
+    # Generating
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_ids: RequestId | Sequence[RequestId] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Results in the order of the prompts.
+
+        One bare prompt that is refused raises its error; in a list it stands as a result with `error` set.
+        use_tqdm: show progress on stderr, if that is a terminal.
+        """
+        batch, bare = as_batch(prompts)
+        ids = self._ids_for(len(batch), request_ids)
+        results = self._run(batch, params_for(len(batch), sampling_params), ids, use_tqdm)
+        if bare and isinstance(results[0].error, InvalidValue):
+            raise results[0].error
+        return results
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_ids: RequestId | Sequence[RequestId] | None = None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue one conversation (a list of {"role", "content"}) or several, laid out by the model's template."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise InvalidValue("chat needs a tokenizer, and the model came without one")
+        bare = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if bare else messages
+        prompts: list[Prompt] = [
+            tokenizer.apply_chat_template(one, add_generation_prompt, tools) for one in conversations
+        ]
+        ids = [request_ids] if bare and isinstance(request_ids, (str, int)) else request_ids
+        return self.generate(
+            prompts[0] if bare else prompts,
+            sampling_params,
+            request_ids=ids,
+            use_tqdm=use_tqdm,
+        )
+
+    def logprobs(
+        self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt] | None = None
+    ) -> list[TokenScores]:
+        """Scores of every prompt token (the first has none), or of the continuations' tokens given their prompts."""
+        batch, bare = as_batch(prompts)
+        heads = [token_ids_of(prompt, self.tokenizer)[0] for prompt in batch]
+        tails = self._continuations(len(batch), continuations)
+        whole: list[Prompt] = [head + tail for head, tail in zip(heads, tails, strict=True)]
+        results = self.generate(
+            whole[0] if bare else whole, SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
+        )
+        scores = []
+        for head, result in zip(heads, results, strict=True):
+            if result.error is not None:
+                raise result.error
+            assert result.prompt_logprobs is not None
+            found = result.prompt_logprobs
+            if continuations is not None:
+                spell, found = found.spell, found.cut(len(head) - 1, found.num_scored)
+                found.spell = spell
+            scores.append(found)
+        return scores
+
+    def _continuations(self, count: int, given: Prompt | Sequence[Prompt] | None) -> list[list[int]]:
+        if given is None:
+            return [[] for _ in range(count)]
+        batch, _ = as_batch(given)
+        if len(batch) != count:
+            raise InvalidValue(f"continuations has {len(batch)} entries for {count} prompts")
+        return [
+            self.tokenizer.encode(one, add_special_tokens=False)
+            if isinstance(one, str) and self.tokenizer is not None
+            else token_ids_of(one, self.tokenizer)[0]
+            for one in batch
+        ]
+
+    def _ids_for(self, count: int, given: RequestId | Sequence[RequestId] | None) -> list[RequestId]:
+        if given is None:
+            return [f"request-{next(self._names)}" for _ in range(count)]
+        ids = [given] if isinstance(given, (str, int)) else list(given)
+        if len(ids) != count:
+            raise InvalidValue(f"request_ids has {len(ids)} entries for {count} prompts")
+        return [checked_id(one) for one in ids]
+
+    def _run(
+        self, prompts: list[Prompt], params: list[SamplingParams], ids: list[RequestId], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        call = Call()
+        results: dict[int, RequestOutput] = {}
+        receivers: dict[int, tuple[int, Arrivals]] = {}
+        for at, (prompt, one, request_id) in enumerate(zip(prompts, params, ids, strict=True)):
+            try:
+                token_ids, text = token_ids_of(prompt, self.tokenizer)
+            except InvalidValue as error:
+                results[at] = refused_output(request_id, error)
+                continue
+            request = Request(request_id, self._engine.ticket(), token_ids, one, text)
+            receivers[request.ticket] = (at, call.receiver(request))
+        self._engine.submit([(receiver.request, receiver) for _, receiver in receivers.values()])
+        try:
+            ends = self._wait(call, len(receivers), use_tqdm)
+        except KeyboardInterrupt:
+            self._engine.send(cmd.Abort(tickets=list(receivers)))
+            call.wait(len(receivers))
+            raise
+        for ticket, end in ends.items():
+            at, receiver = receivers[ticket]
+            results[at] = self._result(receiver, end)
+        return [results[at] for at in range(len(prompts))]
+
+    def _result(self, receiver: Arrivals, end: Event | PerdureError) -> RequestOutput:
+        match end:
+            case PerdureError():
+                raise end
+            case ev.Refused(_, request_id, failure):
+                return refused_output(request_id, failure.to_exception())
+            case ev.Ended(_, record):
+                return build_output(
+                    receiver.request,
+                    record,
+                    self.tokenizer,
+                    receiver.metrics(record),
+                    self._engine.resolved.config.return_prompt,
+                )
+        raise AssertionError(end)
+
+    @staticmethod
+    def _wait(call: Call, count: int, use_tqdm: bool) -> dict[int, Event | PerdureError]:
+        if not (use_tqdm and sys.stderr.isatty()):
+            return call.wait(count)
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("generating", total=count)
+            for done in range(1, count + 1):
+                ends = call.wait(done)
+                progress.update(task, completed=len(ends))
+        return call.wait(count)
+
+    # Control
+
+    def abort(self, request_ids: RequestId | Sequence[RequestId] | None = None) -> None:
+        """End live requests with what they have, from any thread; None = all. Unknown and finished ids do nothing."""
+        if request_ids is None:
+            self._engine.send(cmd.Abort(everything=True))
+        else:
+            ids = [request_ids] if isinstance(request_ids, (str, int)) else list(request_ids)
+            self._engine.send(cmd.Abort(request_ids=ids))
+
+    def pause(self, mode: cmd.PauseMode = "keep") -> None:
+        """Returns when no token will come before `resume`. keep: requests stay; wait: they end first; abort: now."""
+        self._engine.pause(mode).result()
+
+    def resume(self) -> None:
+        self._engine.ask(cmd.Resume).result()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; live requests keep their pages."""
+        self._engine.ask(cmd.ResetPrefixCache).result()
+
+    def stats(self) -> Stats:
+        found = self._engine.ask(cmd.GetStats).result()
+        assert isinstance(found, Stats)
+        return found
+
+    # What it is
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._engine.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits, which may be more than the tokenizer has ids."""
+        return self._engine.resolved.core.vocab_size
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation config suggests; never applied unless passed."""
+        return SamplingParams(**self._engine.resolved.loaded.sampling_defaults)
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration as resolved: model, weights, pool, backends."""
+        return self._engine.resolved.describe()
+
+    def shutdown(self) -> None:
+        """End everything and give memory and threads back. Later calls raise `EngineDead`."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()

@@ -1,0 +1,142 @@
+"""Turns what a user configured into what runs: every "auto" decided, every size computed, once, at start."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perdure.api.config import CoreConfig, EngineConfig
+from perdure.api.errors import InvalidValue, ModelNotFound
+from perdure.engine.tokenizer import Tokenizer, load_tokenizer
+from perdure.models.default import default_model_path
+from perdure.models.weights import LoadedModel, load_model
+from perdure.ops.linear import linear_invariant, linear_plain
+from perdure.runner.kv_store import kv_bytes_per_page
+from perdure.runner.runner import Runner
+
+POOL_SHARE = 4
+"""The pool takes at most one part in so many of the memory that is free."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Everything an engine is made of."""
+
+    config: EngineConfig
+    core: CoreConfig
+    loaded: LoadedModel
+    runner: Runner
+    tokenizer: Tokenizer | None
+    model_path: Path
+    page_bytes: int
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration as resolved, for people."""
+        shape, core = self.loaded.config, self.core
+        pool_tokens = core.num_pages * core.page_size
+        return {
+            "model": str(self.model_path),
+            "architecture": shape.architecture,
+            "parameters": self.loaded.num_parameters,
+            "weights_bytes": self.loaded.num_bytes,
+            "layers": shape.num_layers,
+            "hidden_size": shape.hidden_size,
+            "heads": f"{shape.num_heads} query, {shape.num_kv_heads} key-value, of {shape.head_dim}",
+            "vocab_size": shape.vocab_size,
+            "device": "cpu",
+            "dtype": str(self.loaded.dtype).removeprefix("torch."),
+            "max_model_len": core.max_model_len,
+            "max_num_seqs": core.max_num_seqs,
+            "max_num_batched_tokens": core.max_num_batched_tokens,
+            "page_size": core.page_size,
+            "num_pages": core.num_pages,
+            "paused_pages": core.paused_pages,
+            "kv_cache_bytes": core.num_pages * self.page_bytes,
+            "pool": f"{pool_tokens} tokens, {pool_tokens // core.max_model_len} requests of full length",
+            "enable_prefix_caching": core.enable_prefix_caching,
+            "steps_in_flight": self.config.steps_in_flight,
+            "batch_invariant": self.config.batch_invariant,
+            "attention_backend": self.runner.attention_backend,
+            "logprobs_mode": core.logprobs_mode,
+            "seed": core.seed,
+        }
+
+
+def resolve(config: EngineConfig) -> Resolved:
+    """Load the model and settle every setting. Raises `ModelLoadError`, `InvalidValue`."""
+    path = Path(config.model) if config.model is not None else default_model_path()
+    loaded = load_model(
+        path,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        seed=config.seed,
+        linear=linear_invariant if config.batch_invariant else linear_plain,
+    )
+    tokenizer = _tokenizer(config, loaded)
+    core, page_bytes = _core_config(config, loaded)
+    runner = Runner(
+        loaded.model,
+        num_pages=core.num_pages,
+        page_size=core.page_size,
+        max_num_seqs=core.max_num_seqs,
+        max_model_len=core.max_model_len,
+        batch_invariant=config.batch_invariant,
+        attention_backend=config.attention_backend,
+    )
+    return Resolved(config, core, loaded, runner, tokenizer, path, page_bytes)
+
+
+def _tokenizer(config: EngineConfig, loaded: LoadedModel) -> Tokenizer | None:
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer)
+    try:
+        return load_tokenizer(loaded.tokenizer_source)
+    except ModelNotFound:
+        return None  # a model without one takes and gives ids
+
+
+def _core_config(config: EngineConfig, loaded: LoadedModel) -> tuple[CoreConfig, int]:
+    """The scheduler's part, and the bytes of one page."""
+    shape = loaded.config
+    longest = shape.max_position_embeddings
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise InvalidValue(f"max_model_len={max_model_len} is more than the model's own limit {longest}")
+    page_bytes = kv_bytes_per_page(shape, config.page_size)
+    num_pages = config.num_pages or _num_pages(config, max_model_len, page_bytes)
+    core = CoreConfig(
+        num_pages=num_pages,
+        page_size=config.page_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        vocab_size=shape.vocab_size,
+        end_token_ids=shape.eos_token_ids,
+        paused_pages=num_pages // 10 if config.paused_pages is None else config.paused_pages,
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_num_waiting=config.max_num_waiting,
+        logprobs_mode=config.logprobs_mode,
+        seed=config.seed,
+    )
+    return core, page_bytes
+
+
+def _num_pages(config: EngineConfig, max_model_len: int, page_bytes: int) -> int:
+    if config.kv_cache_bytes is not None:
+        if config.kv_cache_bytes < page_bytes:
+            raise InvalidValue(f"kv_cache_bytes={config.kv_cache_bytes} is less than one page: {page_bytes} bytes")
+        return config.kv_cache_bytes // page_bytes
+    wanted = config.max_num_seqs * -(-max_model_len // config.page_size)
+    return max(1, min(wanted, _free_memory() // POOL_SHARE // page_bytes))
+
+
+def _free_memory() -> int:
+    """Bytes the machine could give now, as far as it says."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -1,0 +1,192 @@
+"""Ids to text at the engine's edge: incremental for streams and stop strings, once for results.
+
+- A result's text is one decode of its whole output; the parts of a stream joined are that text.
+- A part never ends inside a character, and holds back only what can still become a stop.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from perdure.api.event import Record
+from perdure.api.output import CompletionOutput, RequestMetrics, RequestOutput
+from perdure.api.request import Request
+from perdure.api.scores import TokenScores
+from perdure.engine.tokenizer import Tokenizer
+
+UNFINISHED = "\ufffd"
+"""What decoders put where bytes do not make a character; at the end of a text it may still become one."""
+
+
+class Detokenizer:
+    """Text that is certain, as ids arrive. Decodes a short window, so a token costs the same however long the output."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window: list[int] = []
+        self._known = 0
+        """How many ids of the window have their text given out; they stay because a decoder may need what is before."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that became certain with these further ids."""
+        given = []
+        for token in token_ids:
+            self._window.append(token)
+            old = self._decode(self._window[: self._known])
+            new = self._decode(self._window)
+            if len(new) > len(old) and not new.endswith(UNFINISHED):
+                given.append(new[len(old) :])
+                del self._window[: self._known]
+                self._known = len(self._window)
+        return "".join(given)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skip) if token_ids else ""
+
+
+def build_output(
+    request: Request, record: Record, tokenizer: Tokenizer | None, metrics: RequestMetrics, return_prompt: bool
+) -> RequestOutput:
+    """The one place where a result is built from a record."""
+    params, stop = request.params, record.stop
+    token_ids, scores = record.token_ids, record.scores
+    text = _text(request, record, tokenizer)
+    if stop is not None and params.strip_stop_tokens:
+        kept = len(token_ids) - stop.num_matched
+        token_ids = token_ids[:kept]
+        scores = None if scores is None else scores.cut(0, kept)
+    completion = CompletionOutput(
+        index=0,
+        text=text,
+        token_ids=token_ids,
+        logprobs=_spelled(scores, tokenizer),
+        finish_reason=record.finish_reason,
+        stop_reason=None if stop is None else stop.reason,
+    )
+    shows_prompt = params.return_prompt or return_prompt
+    return RequestOutput(
+        request_id=record.request_id,
+        outputs=[completion],
+        finished=True,
+        prompt=_prompt(request, tokenizer) if shows_prompt else None,
+        prompt_token_ids=record.prompt_token_ids if shows_prompt else None,
+        prompt_logprobs=_spelled(record.prompt_scores, tokenizer),
+        num_cached_tokens=record.num_cached_tokens,
+        metrics=metrics,
+        error=None if record.failure is None else record.failure.to_exception(),
+    )
+
+
+def _text(request: Request, record: Record, tokenizer: Tokenizer | None) -> str:
+    params, stop, token_ids = request.params, record.stop, record.token_ids
+    if tokenizer is None or not params.detokenize:
+        return ""
+    if stop is None or stop.text_end is not None:
+        text = tokenizer.decode(token_ids, params.skip_special_tokens)
+        if stop is None or stop.text_end is None:
+            return text
+        return text[: stop.text_end + (stop.match_length if params.include_stop_str_in_output else 0)]
+    shown = len(token_ids) - (0 if params.include_stop_str_in_output else stop.num_matched)
+    return tokenizer.decode(token_ids[:shown], params.skip_special_tokens)
+
+
+def _prompt(request: Request, tokenizer: Tokenizer | None) -> str | None:
+    if request.prompt is not None or tokenizer is None:
+        return request.prompt
+    return tokenizer.decode(request.prompt_token_ids, False)
+
+
+def _spelled(scores: TokenScores | None, tokenizer: Tokenizer | None) -> TokenScores | None:
+    """Let entries show each id's own text."""
+    if scores is not None and tokenizer is not None:
+        scores.spell = lambda token_id: tokenizer.decode([token_id], False)
+    return scores
+
+
+class StreamBuilder:
+    """Turns one request's progress into parts. With `cumulative` a part holds everything so far, else what is new."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, cumulative: bool) -> None:
+        params = request.params
+        self._request = request
+        self._cumulative = cumulative
+        self._interval = params.stream_interval
+        self._strip = params.strip_stop_tokens
+        self._include_stop = params.include_stop_str_in_output
+        self._sequences = [list(s) for s in params.stop_token_sequences if len(s) > 1]
+        self._stops = params.stop
+        self._tokenizer = tokenizer
+        self._detokenizer = (
+            Detokenizer(tokenizer, params.skip_special_tokens) if tokenizer is not None and params.detokenize else None
+        )
+        self._token_ids: list[int] = []
+        self._begins: list[int] = []
+        """Where each decoded token's text begins."""
+        self._scores = TokenScores() if params.logprobs is not None else None
+        self._text = ""
+        self._ids_out = 0
+        self._text_out = 0
+
+    def progress(self, token_ids: Sequence[int], scores: TokenScores | None) -> RequestOutput | None:
+        """A part, if enough is new and certain."""
+        self._token_ids += token_ids
+        if self._scores is not None and scores is not None:
+            self._scores.extend(scores)
+        num_ids, text_end = self._certain()
+        if num_ids - self._ids_out < self._interval:
+            return None
+        completion = self._part(self._token_ids, self._scores, self._text, num_ids, text_end)
+        return RequestOutput(self._request.request_id, [completion], finished=False)
+
+    def end(self, result: RequestOutput) -> RequestOutput:
+        """The last part: what the final result has beyond the parts before."""
+        if self._cumulative:
+            return result
+        final = result.outputs[0]
+        last = self._part(final.token_ids, final.logprobs, final.text, len(final.token_ids), len(final.text))
+        completion = CompletionOutput(
+            last.index, last.text, last.token_ids, last.logprobs, final.finish_reason, final.stop_reason
+        )
+        fields = {name: getattr(result, name) for name in RequestOutput.__struct_fields__}
+        return RequestOutput(**{**fields, "outputs": [completion]})
+
+    def _certain(self) -> tuple[int, int]:
+        """How many ids and how much text no later stop can take back."""
+        held_ids = self._begun_sequence()
+        text_ids = len(self._token_ids) - (0 if self._include_stop else held_ids)
+        if self._detokenizer is not None:
+            for token in self._token_ids[len(self._begins) : text_ids]:
+                self._begins.append(len(self._text))
+                self._text += self._detokenizer.push([token])
+        text_end = len(self._text) - (0 if self._include_stop else self._begun_string())
+        num_ids = len(self._token_ids)
+        if self._strip:
+            num_ids -= held_ids
+            if self._stops:
+                num_ids = min(num_ids, bisect_left(self._begins, len(self._text) - self._begun_string()))
+        return num_ids, text_end
+
+    def _begun_sequence(self) -> int:
+        """Length of the longest end of the ids that begins a stop sequence."""
+        return max((_overlap(self._token_ids, s) for s in self._sequences), default=0)
+
+    def _begun_string(self) -> int:
+        return max((_overlap(self._text, stop) for stop in self._stops), default=0)
+
+    def _part(
+        self, token_ids: list[int], scores: TokenScores | None, text: str, num_ids: int, text_end: int
+    ) -> CompletionOutput:
+        first_id, first_text = (0, 0) if self._cumulative else (self._ids_out, self._text_out)
+        self._ids_out, self._text_out = num_ids, max(self._text_out, text_end)
+        part_scores = None if scores is None else _spelled(scores.cut(first_id, num_ids), self._tokenizer)
+        return CompletionOutput(0, text[first_text : self._text_out], token_ids[first_id:num_ids], part_scores)
+
+
+def _overlap(whole: Sequence[object], stop: Sequence[object]) -> int:
+    """Length of the longest proper beginning of `stop` that `whole` ends with."""
+    for length in range(min(len(stop) - 1, len(whole)), 0, -1):
+        if whole[len(whole) - length :] == stop[:length]:
+            return length
+    return 0

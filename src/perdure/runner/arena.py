@@ -1,0 +1,29 @@
+"""Memory at a fixed address: reserved at once, committed by first touch, given back without moving.
+
+- Reserving takes address space only. A page of memory is committed, zeroed, when it is first written.
+- `release` gives the memory back; the address stays, and reads as zeros, so tensors over it stay valid.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+
+class Arena:
+    """A CPU arena of num_bytes."""
+
+    def __init__(self, num_bytes: int) -> None:
+        assert num_bytes > 0, num_bytes
+        self.num_bytes = num_bytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self._map = mmap.mmap(-1, num_bytes, flags=flags)
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of the arena as one flat tensor, which keeps it alive."""
+        return torch.frombuffer(self._map, dtype=dtype)
+
+    def release(self) -> None:
+        """Return the memory to the system; every byte reads as 0 until it is written again."""
+        self._map.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,97 @@
+"""From a plan's columns and the device rows to the flat arrays that one forward pass takes.
+
+- Work is O(rows) numpy calls on columns, never a Python step a token.
+- Rows are packed in the plan's order; in invariant mode the token count is padded to whole tiles of rows, and padding
+  writes no keys and belongs to no row.
+
+Shapes: R rows of the plan, N tokens, M = N padded, T targets (prompt tokens to score), S rows to sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.api.plan import DEVICE_POSITION, StepPlan
+from perdure.ops.attention import AttentionRows
+from perdure.runner.row_store import RowStore
+
+ROW_TILE = 8  # products over whole tiles of rows give a row the same bits whatever the other rows
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Known prompt tokens to score, flat [T], in the plan's order."""
+
+    row: Ints  # the plan's row
+    position: Ints  # where the token stands
+    token: Ints
+    hidden_row: Ints  # packed row of the position before it
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    token_ids: Ints  # [M]
+    positions: Ints  # [M]
+    slots: Ints  # [R]
+    ends: Ints  # [R] position after each row's last one
+    attention: AttentionRows
+    kv_slots: Ints  # [N] page * page_size + offset in the page
+    sampled: Ints  # [S] the plan's rows
+    sampled_hidden: Ints  # [S] packed row of each one's last position
+    targets: Targets
+
+
+def pack(plan: StepPlan, rows: RowStore, page_size: int, row_tile: int) -> PackedStep:
+    """The plan as arrays; its deltas must have been applied to rows. row_tile: pad the token count to a multiple."""
+    slots = np.array(plan.slot, np.int64)
+    lengths = np.array(plan.length, np.int64)
+    starts = np.array(plan.start, np.int64)
+    assert np.array_equal(rows.request[slots], plan.request), "a row of the plan is not the request in its slot"
+    assert len(plan.length) == 0 or lengths.min() > 0, "a row of the plan computes nothing"
+
+    on_device = starts == DEVICE_POSITION
+    starts = np.where(on_device, rows.position[slots], starts)
+    ends = starts + lengths
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    num_tokens = int(offsets[-1])
+    token_ids = np.zeros(-(-num_tokens // row_tile) * row_tile, np.int64)
+    positions = np.zeros_like(token_ids)
+
+    positions[:num_tokens] = np.arange(num_tokens) + np.repeat(starts - offsets[:-1], lengths)
+    given = np.repeat(~on_device, lengths)
+    assert len(plan.tokens) == np.count_nonzero(given), "a row's tokens are missing from the plan"
+    token_ids[:num_tokens][given] = plan.tokens
+    token_ids[offsets[:-1][on_device]] = rows.last_token[slots[on_device]]
+
+    page, inside = np.divmod(positions[:num_tokens], page_size)
+    kv_slots = rows.block_table[np.repeat(slots, lengths), page] * page_size + inside
+    num_pages = -(-int(ends.max(initial=0)) // page_size)
+    sampled = np.flatnonzero(plan.sample)
+    return PackedStep(
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        ends=ends,
+        attention=AttentionRows(offsets, starts, rows.block_table[slots, :num_pages]),
+        kv_slots=kv_slots,
+        sampled=sampled,
+        sampled_hidden=offsets[1:][sampled] - 1,
+        targets=_targets(plan, offsets[:-1] - starts),
+    )
+
+
+def _targets(plan: StepPlan, packed_at_zero: Ints) -> Targets:
+    """packed_at_zero [R]: where position 0 of the row would be packed."""
+    if not plan.targets:
+        none = np.empty(0, np.int64)
+        return Targets(none, none, none, none)
+    counts = np.array(plan.num_targets, np.int64)
+    row = np.repeat(np.arange(len(counts)), counts)
+    first = np.cumsum(counts) - counts
+    position = np.arange(len(row)) + np.repeat(np.array(plan.target_start, np.int64) - first, counts)
+    return Targets(row, position, np.array(plan.targets, np.int64), packed_at_zero[row] + position - 1)

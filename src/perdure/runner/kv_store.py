@@ -1,0 +1,41 @@
+"""The pool of pages that hold keys and values, for all layers, in one arena.
+
+- A page is `page_size` positions of one request (or of a shared prefix) in every layer.
+- A page is cleared before its first use, so every position that was never written reads as 0, never as NaN.
+- Pages are fp32 whatever the model computes in: products of half types are several times slower on most CPUs.
+- Who owns a page is not known here.
+
+Shapes: L layers, Hkv key heads, P pages, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from perdure.models.base import ModelConfig
+from perdure.runner.arena import Arena
+
+DTYPE = torch.float32
+
+
+def kv_bytes_per_page(config: ModelConfig, page_size: int) -> int:
+    """Bytes of one page: keys and values of all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * page_size * DTYPE.itemsize
+
+
+class KVStore:
+    """layers[l] is [2, Hkv, P, page_size, D]: keys, then values."""
+
+    def __init__(self, config: ModelConfig, num_pages: int, page_size: int) -> None:
+        self.num_bytes = num_pages * kv_bytes_per_page(config, page_size)
+        self._arena = Arena(self.num_bytes)
+        shape = (config.num_layers, 2, config.num_kv_heads, num_pages, page_size, config.head_dim)
+        self._pool = self._arena.tensor(DTYPE).view(shape)
+        self.layers = list(self._pool)
+
+    def clear(self, pages: Iterable[int]) -> None:
+        """Zero these pages in every layer."""
+        for page in pages:
+            self._pool[:, :, :, page].zero_()

@@ -1,0 +1,85 @@
+"""The device rows: one stable slot a request, as a struct of arrays.
+
+- Changed by a plan's deltas and by the step's own result only; a row never moves and nothing is compacted.
+- A slot belongs to the request of its last `RowInit`; nothing marks it free, a later one takes it over.
+- The core could rebuild all of it at any time.
+
+Shapes: S slots, W = the most pages a request can have.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.api.plan import RowInit, StepPlan
+from perdure.ops.sampling import SamplingColumns
+
+NO_REQUEST = -1
+_FLOAT32 = np.finfo(np.float32)
+_MAX_TOP_K = 2**31
+
+
+class RowStore:
+    """position [S]: the next position to compute; last_token [S]: the token that stands there, once sampled."""
+
+    def __init__(self, num_slots: int, max_pages: int) -> None:
+        self.request = np.full(num_slots, NO_REQUEST, np.int64)
+        self.prompt_length = np.zeros(num_slots, np.int64)
+        self.position = np.zeros(num_slots, np.int64)
+        self.last_token = np.zeros(num_slots, np.int64)
+        self.block_table = np.zeros((num_slots, max_pages), np.int64)
+        self.num_logprobs = np.zeros(num_slots, np.int64)
+        self.num_prompt_logprobs = np.zeros(num_slots, np.int64)
+        self.processed_logprobs = np.zeros(num_slots, np.bool_)
+        self._temperature = np.zeros(num_slots, np.float32)
+        self._top_k = np.zeros(num_slots, np.int64)
+        self._top_p = np.ones(num_slots, np.float64)
+        self._min_p = np.zeros(num_slots, np.float64)
+        self._seed = np.zeros(num_slots, np.uint64)
+        self._min_tokens = np.zeros(num_slots, np.int64)
+        self._masked_ids = [np.empty(0, np.int64)] * num_slots
+
+    def apply(self, plan: StepPlan) -> None:
+        """The plan's deltas, in its order: new rows, then entries of the block table."""
+        for init in plan.row_inits:
+            self._init(init)
+        if plan.table_slot:
+            self.block_table[plan.table_slot, plan.table_index] = plan.table_page
+
+    def advance(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        """These rows now stand at these positions."""
+        self.position[slots] = positions
+
+    def sampling(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> SamplingColumns:
+        """Settings for drawing the tokens that will stand at these positions of these rows."""
+        output_index = positions - self.prompt_length[slots]
+        early = np.flatnonzero(output_index < self._min_tokens[slots]).tolist()
+        masked = [(row, self._masked_ids[slots[row]]) for row in early]
+        return SamplingColumns(
+            temperature=self._temperature[slots],
+            top_k=self._top_k[slots],
+            top_p=self._top_p[slots],
+            min_p=self._min_p[slots],
+            seed=self._seed[slots],
+            output_index=output_index,
+            excluded=[(row, ids) for row, ids in masked if len(ids)],
+        )
+
+    def _init(self, init: RowInit) -> None:
+        slot, temperature = init.slot, init.temperature
+        if temperature > 0.0:  # in fp32, neither greedy by underflow nor infinite
+            temperature = min(max(temperature, float(_FLOAT32.tiny)), float(_FLOAT32.max))
+        self.request[slot] = init.request
+        self.prompt_length[slot] = init.prompt_length
+        self.position[slot] = 0
+        self.num_logprobs[slot] = init.num_logprobs
+        self.num_prompt_logprobs[slot] = init.num_prompt_logprobs
+        self.processed_logprobs[slot] = init.processed_logprobs
+        self._temperature[slot] = temperature
+        self._top_k[slot] = min(init.top_k, _MAX_TOP_K)
+        self._top_p[slot] = init.top_p
+        self._min_p[slot] = init.min_p
+        self._seed[slot] = init.seed
+        self._min_tokens[slot] = init.min_tokens
+        self._masked_ids[slot] = np.array(init.masked_ids, np.int64)

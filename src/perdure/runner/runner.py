@@ -1,0 +1,93 @@
+"""Executes one plan: applies its deltas, runs the model, samples, scores, and says what came of it.
+
+- Owns every tensor of the engine but the weights: pages, device rows, scratch.
+- Executes what the plan says and decides nothing; plans must come in order, one at a time.
+- With `batch_invariant` a row's result has the same bits whatever else the step holds.
+
+Shapes: M = tokens of the step, padded, Hq query heads, Hkv key heads, D head size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
+from perdure.models.base import Model
+from perdure.ops.attention import CacheShape, make_attention
+from perdure.ops.kv_write import plan_kv_write
+from perdure.runner.inputs import ROW_TILE, pack
+from perdure.runner.kv_store import KVStore
+from perdure.runner.row_store import RowStore
+from perdure.runner.sampler import Sampler
+
+
+class Runner:
+    """One model on this process's CPU.
+
+    attention_backend: "auto" or a name of `ops.attention.FORMS`; the attribute of that name says what was chosen.
+    ValueError: an unknown backend, or one that is not invariant where that was asked.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        batch_invariant: bool = True,
+        attention_backend: str = "auto",
+    ) -> None:
+        config = model.config
+        shape = CacheShape(config.num_heads, config.num_kv_heads, config.head_dim, num_pages, page_size)
+        self._model = model
+        self._shape = shape
+        self._attention = make_attention(attention_backend, shape, batch_invariant=batch_invariant)
+        self.attention_backend = self._attention.name
+        self._row_tile = ROW_TILE if batch_invariant else 1
+        self._kv = KVStore(config, num_pages, page_size)
+        self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size))
+        self._sampler = Sampler(model, self._rows, self._row_tile)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Size of the pool of pages."""
+        return self._kv.num_bytes
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Run the step. A row's own failure is an entry of `errors`; an exception means that the whole step failed."""
+        # First of all and whatever happens after: later steps rely on these.
+        self._rows.apply(plan)
+        self._kv.clear(plan.fresh_pages)
+        if not plan.slot:
+            return StepOutput(plan.step, [], [], ScoreColumns.empty(), ScoreColumns.empty(), [])
+
+        step = pack(plan, self._rows, self._shape.page_size, self._row_tile)
+        self._rows.advance(step.slots, step.ends)
+        attention = self._attention.plan(step.attention)
+        kv_write = plan_kv_write(self._shape, step.kv_slots)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            cache = self._kv.layers[layer]
+            kv_write.run(k.float(), v.float(), cache)  # pages are fp32, whatever the model computes in
+            return attention.run(q.float(), cache).to(q.dtype)
+
+        hidden = self._model.forward(torch.from_numpy(step.token_ids), torch.from_numpy(step.positions), attend)
+
+        errors: dict[int, str] = {}
+        prompt_records = self._sampler.score_targets(hidden, step.targets, step.slots, errors)
+        num_sampled = np.zeros(len(plan.slot), np.int64)
+        tokens: list[int] = []
+        records = ScoreColumns.empty()
+        if len(step.sampled):
+            slots, positions = step.slots[step.sampled], step.ends[step.sampled]
+            rows, drawn, records = self._sampler.sample(
+                hidden, step.sampled_hidden, step.sampled, slots, positions, errors
+            )
+            self._rows.last_token[step.slots[rows]] = drawn
+            num_sampled[rows] = 1
+            tokens = drawn.tolist()
+        return StepOutput(plan.step, num_sampled.tolist(), tokens, records, prompt_records, sorted(errors.items()))

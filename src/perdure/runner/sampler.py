@@ -1,0 +1,128 @@
+"""From logits to what a step reports: tokens, their scores, the scores of prompt tokens, rows that failed.
+
+- A row whose logits hold NaN is an error of that row; the others do not notice.
+- Scores of prompt tokens are raw and made a slice of rows at a time, so a long prompt needs no [tokens, V] memory.
+- Nothing is computed for a row that did not ask.
+
+Shapes: H = hidden size, V = vocabulary, S sampled rows, T targets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from perdure.api.plan import NO_LOGPROBS, ScoreColumns
+from perdure.models.base import Model
+from perdure.ops.sampling import Scores, processed, sample, score, unusable_rows
+from perdure.ops.select import Floats
+from perdure.runner.inputs import Ints, Targets
+from perdure.runner.row_store import RowStore
+
+TARGET_SLICE = 128  # prompt rows whose logits exist at once
+BAD_LOGITS = "the model's logits hold NaN or no finite value"
+
+
+class Sampler:
+    """errors: {the plan's row: message} of one step, filled as its logits are seen."""
+
+    def __init__(self, model: Model, rows: RowStore, row_tile: int) -> None:
+        self._model = model
+        self._rows = rows
+        self._row_tile = row_tile
+
+    def score_targets(
+        self, hidden: torch.Tensor, targets: Targets, slots: Ints, errors: dict[int, str]
+    ) -> ScoreColumns:
+        """hidden [M, H]; slots [R] of the plan's rows."""
+        entries = _Entries()
+        for low in range(0, len(targets.row), TARGET_SLICE):
+            part = slice(low, low + TARGET_SLICE)
+            logits = self._logits(hidden, targets.hidden_row[part])
+            rows, positions, ids = targets.row[part], targets.position[part], targets.token[part]
+            good = _good_rows(logits, rows, errors)
+            if len(good) < len(rows):
+                logits, rows, positions, ids = logits[good], rows[good], positions[good], ids[good]
+            num_top = self._rows.num_prompt_logprobs[slots[rows]]
+            entries.add(rows, positions, score(logits, ids, num_top))
+        return entries.columns(errors)
+
+    def sample(
+        self, hidden: torch.Tensor, hidden_rows: Ints, rows: Ints, slots: Ints, positions: Ints, errors: dict[int, str]
+    ) -> tuple[Ints, Ints, ScoreColumns]:
+        """Draw for the plan's rows [S], whose tokens will stand at positions [S].
+
+        Returns rows that have a token, their tokens, and records of those that asked.
+        """
+        logits = self._logits(hidden, hidden_rows)
+        good = _good_rows(logits, rows, errors)
+        good = good[[int(row) not in errors for row in rows[good]]] if errors else good
+        if len(good) < len(rows):
+            logits, rows, slots, positions = logits[good], rows[good], slots[good], positions[good]
+        columns = self._rows.sampling(slots, positions)
+        tokens = sample(logits, columns)
+
+        entries = _Entries()
+        asked = self._rows.num_logprobs[slots] != NO_LOGPROBS
+        of_processed = self._rows.processed_logprobs[slots]
+        for use_processed in (False, True):
+            chosen = np.flatnonzero(asked & (of_processed == use_processed))
+            if len(chosen) == 0:
+                continue
+            x = logits if len(chosen) == len(rows) else logits[chosen]
+            if use_processed:
+                x = processed(x, columns.take(chosen))
+            num_top = self._rows.num_logprobs[slots[chosen]]
+            entries.add(rows[chosen], positions[chosen], score(x, tokens[chosen], num_top))
+        return rows, tokens, entries.columns(errors)
+
+    def _logits(self, hidden: torch.Tensor, rows: Ints) -> Floats:
+        """fp32 logits [len(rows), V] of packed rows; the head's product is padded to whole tiles of rows."""
+        padded = np.zeros(-(-len(rows) // self._row_tile) * self._row_tile, np.int64)
+        padded[: len(rows)] = rows
+        logits: Floats = self._model.logits(hidden[torch.from_numpy(padded)]).numpy()
+        return logits[: len(rows)]
+
+
+def _good_rows(logits: Floats, rows: Ints, errors: dict[int, str]) -> Ints:
+    """Indices of usable logits; the plan's rows of the others get an error."""
+    unusable = unusable_rows(logits)
+    errors.update((row, BAD_LOGITS) for row in rows[unusable].tolist())
+    return np.flatnonzero(~unusable)
+
+
+@dataclass(slots=True)
+class _Entries:
+    """Scores collected in parts, any order of rows."""
+
+    rows: list[Ints] = field(default_factory=list)
+    positions: list[Ints] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
+
+    def add(self, rows: Ints, positions: Ints, scores: Scores) -> None:
+        self.rows.append(rows)
+        self.positions.append(positions)
+        self.scores.append(scores)
+
+    def columns(self, errors: dict[int, str]) -> ScoreColumns:
+        """In the plan's order of rows and in order of position, without the rows that failed."""
+        if not self.rows:
+            return ScoreColumns.empty()
+        row = np.concatenate(self.rows)
+        order = np.argsort(row, kind="stable")  # parts come in order of position already
+        if errors:
+            order = order[~np.isin(row[order], list(errors))]
+        top_ids = [ids for part in self.scores for ids in part.top_ids]
+        top_scores = [values for part in self.scores for values in part.top_scores]
+        kept = order.tolist()
+        return ScoreColumns(
+            row=row[order].tolist(),
+            position=np.concatenate(self.positions)[order].tolist(),
+            chosen=np.concatenate([part.chosen for part in self.scores])[order].tolist(),
+            rank=np.concatenate([part.rank for part in self.scores])[order].tolist(),
+            num_top=[len(top_ids[entry]) for entry in kept],
+            top_ids=[id_ for entry in kept for id_ in top_ids[entry].tolist()],
+            top_scores=[value for entry in kept for value in top_scores[entry].tolist()],
+        )

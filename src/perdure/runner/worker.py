@@ -1,0 +1,70 @@
+"""`ThreadedRunner`: executes plans in order on a thread of its own, so that planning overlaps with computing.
+
+- `launch` returns at once; a ticket is done when its step has run.
+- A step that raises becomes an output in which every row of that step failed; later steps go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+
+from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
+from perdure.runner.runner import Runner
+
+
+class StepTicket:
+    """One launched step (`perdure.runner.base.Ticket`). The worker alone fills it, once."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._output: StepOutput | None = None
+
+    def fill(self, output: StepOutput) -> None:
+        self._output = output
+        self._done.set()
+
+    def wait(self) -> StepOutput:
+        self._done.wait()
+        assert self._output is not None
+        return self._output
+
+
+class ThreadedRunner:
+    """A `perdure.runner.base.Device` over a `Runner`."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._steps: SimpleQueue[tuple[StepPlan, StepTicket] | None] = SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="perdure-runner", daemon=True)
+        self._thread.start()
+
+    def launch(self, plan: StepPlan) -> StepTicket:
+        assert not self._closed, "launched after close"
+        ticket = StepTicket()
+        self._steps.put((plan, ticket))
+        return ticket
+
+    def close(self) -> None:
+        """Run what was launched, then end the thread. Closing twice is closing once."""
+        if not self._closed:
+            self._closed = True
+            self._steps.put(None)
+            self._thread.join()
+
+    def _work(self) -> None:
+        while (step := self._steps.get()) is not None:
+            plan, ticket = step
+            try:
+                output = self._runner.execute(plan)
+            except Exception as error:
+                output = _failed(plan, f"{type(error).__name__}: {error}")
+            ticket.fill(output)
+
+
+def _failed(plan: StepPlan, message: str) -> StepOutput:
+    """Every row failed."""
+    num_rows = len(plan.slot)
+    errors = [(row, message) for row in range(num_rows)]
+    return StepOutput(plan.step, [0] * num_rows, [], ScoreColumns.empty(), ScoreColumns.empty(), errors)

@@ -1,0 +1,151 @@
+"""Forms of attention agree with the reference; the tiled form gives a query the same bits whatever comes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from perdure.ops.attention import AttentionRows, CacheShape, make_attention
+
+HEADS = [(9, 3, 64), (4, 4, 16), (8, 1, 80)]  # query heads, key heads, head size
+PAGE_SIZES = [1, 4, 16, 64]
+
+
+@pytest.fixture(params=[1], autouse=True)
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """One thread unless a test asks for both: on a busy machine every barrier of two costs milliseconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+class Pool:
+    """Requests of given lengths with their keys in shuffled pages; the rest of each last page is cleared."""
+
+    def __init__(self, heads: tuple[int, int, int], page_size: int, lengths: list[int]) -> None:
+        num_heads, num_kv_heads, head_dim = heads
+        counts = [-(-length // page_size) for length in lengths]
+        self.shape = CacheShape(num_heads, num_kv_heads, head_dim, sum(counts) + 3, page_size)
+        rng = np.random.default_rng(1)
+        order = rng.permutation(self.shape.num_pages)
+        self.generator = torch.Generator().manual_seed(2)
+        # Pages of nobody hold NaN: reading one shows.
+        self.cache = torch.full((2, num_kv_heads, self.shape.num_pages, page_size, head_dim), float("nan"))
+        self.table = np.full((len(lengths), max(counts)), order[-1], np.int64)
+        self.queries = []
+        for row, (length, count) in enumerate(zip(lengths, counts)):
+            pages = self.table[row, :count] = order[sum(counts[:row]) : sum(counts[: row + 1])]
+            keys = torch.randn(2, num_kv_heads, length, head_dim, generator=self.generator)
+            padded = torch.zeros(2, num_kv_heads, count * page_size, head_dim)
+            padded[:, :, :length] = keys
+            self.cache[:, :, pages] = padded.unflatten(2, (count, page_size))
+            self.queries.append(torch.randn(length, num_heads, head_dim, generator=self.generator))
+
+    def run(self, form: str, spans: list[tuple[int, int, int]], padding: int = 0) -> list[torch.Tensor]:
+        """Outputs [length, Hq, D] of spans (request, start, length), computed in one step."""
+        q = torch.cat([self.queries[request][start : start + length] for request, start, length in spans])
+        q = torch.cat([q, torch.randn(padding, *q.shape[1:], generator=self.generator)])
+        rows = AttentionRows(
+            offsets=np.cumsum([0, *(length for _, _, length in spans)]),
+            starts=np.array([start for _, start, _ in spans]),
+            block_table=self.table[[request for request, _, _ in spans]],
+        )
+        out = make_attention(form, self.shape, batch_invariant=False).plan(rows).run(q, self.cache)
+        assert out.shape == q.shape
+        assert not out[len(out) - padding :].any()
+        return list(out.clone()[: len(out) - padding].split([length for _, _, length in spans]))
+
+
+def in_chunks(pool: Pool, request: int, length: int, size: int) -> torch.Tensor:
+    """One request alone, chunk by chunk."""
+    spans = [(request, start, min(size, length - start)) for start in range(0, length, size)]
+    return torch.cat([pool.run("tiled", [span])[0] for span in spans])
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("form", ["tiled", "plain"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_equals_the_reference(form, heads, page_size):
+    pool = Pool(heads, page_size, [70, 1, 64, 9, 130])
+    spans = [(0, 69, 1), (1, 0, 1), (2, 60, 4), (3, 0, 9), (4, 129, 1), (4, 64, 2)]
+    for ours, expected in zip(pool.run(form, spans, padding=3), pool.run("reference", spans, padding=3)):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_bits_do_not_depend_on_the_chunking(heads, page_size):
+    pool = Pool(heads, page_size, [150])
+    whole = pool.run("tiled", [(0, 0, 150)])[0]
+    for size in (7, 32, 64):
+        assert torch.equal(in_chunks(pool, 0, 150, size), whole), f"chunks of {size}"
+    decoded = pool.run("tiled", [(0, position, 1) for position in range(150)])
+    assert torch.equal(torch.cat(decoded), whole)
+    for position in (0, 1, 63, 64, 149):
+        assert torch.equal(pool.run("tiled", [(0, position, 1)])[0], whole[position : position + 1])
+
+
+def test_bits_do_not_depend_on_blocks_of_a_long_prompt():
+    pool = Pool((9, 3, 64), 16, [1100])
+    whole = pool.run("tiled", [(0, 0, 1100)])[0]
+    for start in (0, 63, 511, 777, 1023, 1099):
+        assert torch.equal(pool.run("tiled", [(0, start, 1)])[0], whole[start : start + 1])
+    assert torch.equal(pool.run("tiled", [(0, 500, 600)])[0], whole[500:])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
+def test_bits_do_not_depend_on_the_neighbours():
+    lengths = [150, 3, 64, 65, 700, 128, 20, 149]
+    pool = Pool((9, 3, 64), 16, lengths)
+    alone = [pool.run("tiled", [(request, length - 1, 1)])[0] for request, length in enumerate(lengths)]
+    decode = [(request, length - 1, 1) for request, length in enumerate(lengths)]
+    for ours, expected in zip(pool.run("tiled", decode), alone):
+        assert torch.equal(ours, expected)
+    mixed = [(4, 600, 100), *decode[:3], (5, 100, 28), *decode[6:]]
+    together = pool.run("tiled", mixed, padding=5)
+    assert all(torch.equal(ours[-1:], alone[span[0]]) for ours, span in zip(together, mixed))
+    many = [(request % 8, lengths[request % 8] - 1, 1) for request in range(40)]
+    assert all(torch.equal(ours, alone[span[0]]) for ours, span in zip(pool.run("tiled", many), many))
+
+
+def test_bits_do_not_depend_on_the_page_size_within_a_tile():
+    """Pages of 1 to 64 share a tile of 64 positions."""
+    whole = [Pool((9, 3, 64), page_size, [150]).run("tiled", [(0, 0, 150)])[0] for page_size in PAGE_SIZES]
+    assert all(torch.equal(other, whole[0]) for other in whole)
+
+
+def test_a_page_size_that_divides_no_tile_is_exact_too():
+    pool = Pool((4, 2, 16), 7, [150])
+    whole = pool.run("tiled", [(0, 0, 150)])[0]
+    torch.testing.assert_close(whole, pool.run("reference", [(0, 0, 150)])[0], atol=1e-5, rtol=1e-5)
+    assert torch.equal(in_chunks(pool, 0, 150, 11), whole)
+
+
+def test_a_neighbours_nan_stays_with_it():
+    pool = Pool((4, 2, 16), 16, [100, 40])
+    spans = [(0, 99, 1), (1, 39, 1)]
+    clean = pool.run("tiled", spans)[1]
+    pool.cache[:, :, pool.table[0, 0]] = float("nan")
+    poisoned = pool.run("tiled", spans)
+    assert poisoned[0].isnan().all() and torch.equal(poisoned[1], clean)
+
+
+def test_the_past_alone_counts():
+    """Changing what lies after a query changes no bit of it."""
+    pool = Pool((4, 2, 16), 16, [100])
+    before = pool.run("tiled", [(0, 0, 80)])[0]
+    pool.cache[:, :, pool.table[0, 5]] = 1e3  # positions 80 to 95
+    assert torch.equal(pool.run("tiled", [(0, 0, 80)])[0], before)
+
+
+def test_an_unknown_or_unfit_backend_is_refused():
+    shape = CacheShape(4, 2, 16, 4, 16)
+    with pytest.raises(ValueError, match="attention_backend='flash' is none of auto, plain, reference, tiled"):
+        make_attention("flash", shape, batch_invariant=True)
+    with pytest.raises(ValueError, match="'plain' is not batch invariant"):
+        make_attention("plain", shape, batch_invariant=True)
+    assert make_attention("auto", shape, batch_invariant=True).batch_invariant

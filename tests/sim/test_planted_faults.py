@@ -1,0 +1,70 @@
+"""The simulation can fail: each of these one-line faults, planted into a copy of the real core, is caught."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+FAULTS = {
+    "eviction_forgets_the_in_flight_count": (
+        "core/scheduler.py",
+        2,
+        "        insort(self._waiting, state, key=_order)\n\n    def _admissible",
+        "        insort(self._waiting, state, key=_order); state.in_flight = 0\n\n    def _admissible",
+    ),
+    "stop_test_on_the_last_token_only": (
+        "core/stopping.py",
+        1,
+        "tuple(tokens[at + 1 - len(s) : at + 1]) == s]",
+        "tokens[at] == s[-1]]",
+    ),
+    "a_page_missing_from_fresh_pages": (
+        "core/draft.py",
+        1,
+        "self._plan.fresh_pages.extend(pages)",
+        "self._plan.fresh_pages.extend(pages[1:])",
+    ),
+    "a_result_applied_after_a_final_status": (
+        "core/scheduler.py",
+        2,
+        "            if state.is_final:\n                self._forget_if_done(state)\n                continue",
+        "            if False:\n                self._forget_if_done(state)\n                continue",
+    ),
+    "a_full_prefix_hit_leaving_nothing_to_compute": (
+        "core/scheduler.py",
+        1,
+        "limit = min(len(state.tokens), state.last_position) - 1",
+        "limit = min(len(state.tokens), state.last_position)",
+    ),
+    "a_key_published_at_plan_time": (
+        "core/scheduler.py",
+        2,
+        "        self._prefill(state, draft)\n        return True",
+        "        self._prefill(state, draft); state.num_computed = state.num_planned; self._publish(state)\n"
+        "        return True",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_caught(name: str, tmp_path: Path) -> None:
+    file, depth, right, wrong = FAULTS[name]
+    shutil.copytree(ROOT / "src" / "perdure", tmp_path / "perdure", ignore=shutil.ignore_patterns("__pycache__"))
+    planted = tmp_path / "perdure" / file
+    source = planted.read_text()
+    assert source.count(right) == 1, "the line to change is not in the core any more"
+    planted.write_text(source.replace(right, wrong))
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.sim.life", "--depth", str(depth), "--count", "2000"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode != 0, f"2,000 lives did not notice: {name}"
+    assert "replay: python -m tests.sim.life" in run.stderr
