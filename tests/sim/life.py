@@ -58,19 +58,19 @@ class Life:
         self.marks = marks
         page_size = rng.choice((1, 2, 4, 8))
         max_len = rng.choice((16, 32, 48))
+        num_pages = max(1, rng.choice((4, 5, 6, 10)) * max_len // 4 // page_size - rng.randrange(3))
         self.config = CoreConfig(
-            num_pages=max(1, rng.choice((4, 5, 6, 10)) * max_len // 4 // page_size - rng.randrange(3)),
+            num_pages=num_pages,
             page_size=page_size,
             max_model_len=max_len,
             max_num_seqs=rng.randint(1, 6),
             max_num_batched_tokens=rng.choice((1, 3, 7, 16, 64)),
             vocab_size=len(PIECES),
             end_token_ids=(0,) if rng.random() < 0.5 else (),
-            paused_pages=0,
+            paused_pages=rng.randint(0, num_pages),
             enable_prefix_caching=rng.random() < 0.8,
             seed=rng.randrange(5),
         )
-        self.config = _with_paused_pages(self.config, rng.randint(0, self.config.num_pages))
         self.faulty = rng.random() < 0.25
         self.device = FakeDevice(
             self.config.num_pages, page_size, self.config.max_num_seqs, self.config.vocab_size, self._fail
@@ -78,9 +78,7 @@ class Life:
         self.scheduler = MarkingScheduler(self.config, lambda request: PieceCursor())
         self.scheduler.marks = marks
         self.inbox = Inbox()
-        self.loop = Loop(
-            self.scheduler, self.device, self.inbox, self._publish, steps_in_flight=depth, check=True
-        )
+        self.loop = Loop(self.scheduler, self.device, self.inbox, self._publish, steps_in_flight=depth, check=True)
         self.bases = [[rng.randrange(self.config.vocab_size) for _ in range(max_len)] for _ in range(2)]
         self.requests: dict[int, Request] = {}
         self.ended: dict[int, ev.Record] = {}
@@ -271,9 +269,7 @@ class Life:
         _judge_scores(record.prompt_scores, prompt_scores, request.params.prompt_logprobs is not None)
 
 
-def _judge_scores(
-    given: TokenScores | None, truth: list[tuple[float, list[int], list[float]]], asked: bool
-) -> None:
+def _judge_scores(given: TokenScores | None, truth: list[tuple[float, list[int], list[float]]], asked: bool) -> None:
     assert (given is not None) == asked
     if given is None:
         return
@@ -290,11 +286,6 @@ def _ends_at_once(request: Request) -> bool:
     return params.max_tokens == 0 and (params.prompt_logprobs is None or len(request.prompt_token_ids) == 1)
 
 
-def _with_paused_pages(config: CoreConfig, paused_pages: int) -> CoreConfig:
-    fields = {name: getattr(config, name) for name in CoreConfig.__struct_fields__}
-    return CoreConfig(**{**fields, "paused_pages": paused_pages})
-
-
 def run_lives(first: int, count: int, depth: int) -> Counter[str]:
     """Run these seeds; the first failure names its seed and how to replay it."""
     marks: Counter[str] = Counter()
@@ -305,7 +296,6 @@ def run_lives(first: int, count: int, depth: int) -> Counter[str]:
             again = f"python -m tests.sim.life --depth {depth} --first {seed} --count 1"
             raise AssertionError(f"life with seed {seed} at depth {depth} failed; replay: {again}") from error
     return marks
-
 
 
 def main() -> None:

@@ -1,4 +1,7 @@
-"""What the engine loop reports, addressed by ticket. A request gets `Refused`, or any number of `Progress` and one `Ended`."""
+"""What the engine loop reports, addressed by ticket.
+
+A request gets `Refused`, or at most one `FirstToken`, any number of `Progress` and one `Ended`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results as callers see them, in vLLM's shape, the same for every ending. Built once, from the record, and copied out."""
+"""Results as callers see them, in vLLM's shape, the same for every ending. Built once, from the record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Request`: one prompt with its settings, as a caller submits it. Its identity inside the engine is given at admission."""
+"""`Request`: one prompt with its settings, as submitted. Its identity inside the engine is given at admission."""
 
 from __future__ import annotations
 

@@ -109,9 +109,7 @@ _BOOLEANS = (
 )
 
 
-def _integer(
-    name: str, value: Any, *, low: int | None = None, high: int | None = None, optional: bool = False
-) -> None:
+def _integer(name: str, value: Any, *, low: int | None = None, high: int | None = None, optional: bool = False) -> None:
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int):

@@ -1,7 +1,7 @@
 """The engine's own state: running, pausing, paused, stopped, and who waits to hear of it.
 
-A pause takes hold at once for planning ("keep", "abort") or when all requests admitted so far have ended ("wait"); it is
-answered when no step is in flight. A resume before that cancels it, and answers it too.
+A pause takes hold at once for planning ("keep", "abort") or when all requests admitted so far have ended ("wait"). It
+is answered when no step is in flight. A resume before that cancels it, and answers it too.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 - `take` is the one producer of private pages; its only caller lists each of them in the plan's `fresh_pages`.
 - A page is free, idle (published in the prefix index, held by nobody) or held by one or more requests.
-- Idle pages count as free: when the free list is empty the least recently used one is reclaimed, and the index forgets it.
+- Idle pages count as free: when the free list is empty the least recently used one is reclaimed and forgotten.
 - Pages are released last first, so an idle page is always reclaimed before the pages of its prefix.
 """
 

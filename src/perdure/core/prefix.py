@@ -1,7 +1,7 @@
 """The prefix index: which committed full pages can be reused by a prompt that begins with the same tokens.
 
 - A node is one full page of tokens under its parent node; a key holds the tokens themselves, so a hit is never a guess.
-- Nodes are published by commit only, from committed tokens, parents first; the content of a published page never changes.
+- Nodes are published by commit only, from committed tokens, parents first; a published page never changes.
 - The first to publish a key keeps it; a later page with equal tokens stays private to its request.
 """
 

@@ -60,9 +60,7 @@ class StopRule:
     end_ids of the model count unless ignored; max_output is the budget after clipping.
     """
 
-    def __init__(
-        self, request: Request, end_ids: Sequence[int], max_output: int, make_cursor: CursorFactory
-    ) -> None:
+    def __init__(self, request: Request, end_ids: Sequence[int], max_output: int, make_cursor: CursorFactory) -> None:
         params = request.params
         self.prompt_length = len(request.prompt_token_ids)
         self.max_output = max_output

@@ -117,9 +117,7 @@ class AsyncLLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         token_ids, text = token_ids_of(prompt, self._engine.tokenizer)
         name = f"request-{next(self._names)}" if request_id is None else checked_id(request_id)
-        request = Request(
-            name, self._engine.ticket(), token_ids, params, text, stream=params.output_kind != "final"
-        )
+        request = Request(name, self._engine.ticket(), token_ids, params, text, stream=params.output_kind != "final")
         handle = Handle(self._engine, request)
         self._engine.submit([(request, handle.receiver)])
         return handle

@@ -1,6 +1,6 @@
 """`Engine`: a scheduler, a device and the loop's thread, and the post between them and the callers.
 
-- Callers put commands into the inbox and get events by ticket: each ticket has one receiver, and nobody else hears of it.
+- Callers put commands into the inbox and get events by ticket: each ticket has one receiver, nobody else hears of it.
 - A dead engine is sticky: every waiter and every later call gets `EngineDead` with the first cause.
 - Receivers are called on the loop's thread and must only hand over.
 """

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from operator import index
+from typing import Any, cast
 
 from perdure.api.errors import InvalidValue
 from perdure.api.request import RequestId
@@ -25,8 +26,8 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     if not isinstance(prompts, Sequence):
         raise InvalidValue(f"prompts={prompts!r} is neither a prompt nor a list of prompts")
     if len(prompts) and not isinstance(prompts[0], (str, Mapping, Sequence)):
-        return [prompts], True  # type: ignore[list-item]
-    return list(prompts), False  # type: ignore[arg-type]
+        return [cast(Prompt, prompts)], True
+    return cast("list[Prompt]", list(prompts)), False
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int], str | None]:
@@ -35,7 +36,9 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int]
         unknown = [name for name in prompt if name not in _FIELDS]
         given = [name for name in _FIELDS if prompt.get(name) is not None]
         if unknown or len(given) != 1:
-            raise InvalidValue(f"a prompt dict holds one of {', '.join(_FIELDS)} and nothing else; got {sorted(prompt)}")
+            raise InvalidValue(
+                f"a prompt dict holds one of {', '.join(_FIELDS)} and nothing else; got {sorted(prompt)}"
+            )
         prompt = prompt[given[0]]
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -43,10 +46,16 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int]
         return tokenizer.encode(prompt), prompt
     if not isinstance(prompt, Sequence):
         raise InvalidValue(f"prompt={prompt!r} is neither text nor a list of token ids")
-    for at, token in enumerate(prompt):
-        if type(token) is not int:
-            raise InvalidValue(f"prompt_token_ids[{at}]={token!r} is not an int")
-    return list(prompt), None
+    return [_id(at, token) for at, token in enumerate(prompt)], None
+
+
+def _id(at: int, token: Any) -> int:
+    """An int, or what stands for one exactly, as numpy's integers do."""
+    if type(token) is int:
+        return token
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        raise InvalidValue(f"prompt_token_ids[{at}]={token!r} is not an int")
+    return index(token)
 
 
 def params_for(count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:

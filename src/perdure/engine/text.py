@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from perdure.api.event import Record
 from perdure.api.output import CompletionOutput, RequestMetrics, RequestOutput
 from perdure.api.request import Request
@@ -20,7 +22,7 @@ UNFINISHED = "\ufffd"
 
 
 class Detokenizer:
-    """Text that is certain, as ids arrive. Decodes a short window, so a token costs the same however long the output."""
+    """Text that is certain, as ids arrive. Decodes a short window: a token costs the same however long the output."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -146,11 +148,8 @@ class StreamBuilder:
             return result
         final = result.outputs[0]
         last = self._part(final.token_ids, final.logprobs, final.text, len(final.token_ids), len(final.text))
-        completion = CompletionOutput(
-            last.index, last.text, last.token_ids, last.logprobs, final.finish_reason, final.stop_reason
-        )
-        fields = {name: getattr(result, name) for name in RequestOutput.__struct_fields__}
-        return RequestOutput(**{**fields, "outputs": [completion]})
+        ending = replace(last, finish_reason=final.finish_reason, stop_reason=final.stop_reason)
+        return replace(result, outputs=[ending])
 
     def _certain(self) -> tuple[int, int]:
         """How many ids and how much text no later stop can take back."""

@@ -48,7 +48,7 @@ def make_tiny_llama(
     num_layers: int = 2,
     num_heads: int = 4,
     num_kv_heads: int = 2,
-    intermediate_size: int = 176,
+    intermediate_size: int = 192,
     max_position_embeddings: int = 256,
     tie: bool = False,
     bias: bool = False,

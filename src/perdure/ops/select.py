@@ -54,7 +54,7 @@ def _nucleus(x: Floats, w: Floats, top_p: float) -> NDArray[np.bool_]:
     # Together, ids below this floor have less than the mass that may be missing: only the others need to be sorted.
     floor = np.float32(0.5 * (1.0 - top_p) * total / len(w))
     candidates = (w >= floor) & (w > 0.0)
-    ordered = np.sort(x[candidates])[::-1]
+    ordered = np.sort(x[candidates])[::-1].copy()  # contiguous, so that exp takes the same path as in place
     mass = np.cumsum(np.exp(ordered), dtype=np.float64)
     count = min(int(np.searchsorted(mass, top_p * total)) + 1, len(ordered))
     border = ordered[count - 1]

@@ -119,9 +119,7 @@ class FakeDevice:
             output.num_sampled.append(self._run_row(plan, row, given, targets, output))
         return output
 
-    def _run_row(
-        self, plan: StepPlan, row: int, given: list[int], targets: list[int], output: StepOutput
-    ) -> int:
+    def _run_row(self, plan: StepPlan, row: int, given: list[int], targets: list[int], output: StepOutput) -> int:
         slot = plan.slot[row]
         settings = self._settings[slot]
         if settings is None or settings.request != plan.request[row]:

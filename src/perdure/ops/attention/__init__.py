@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from perdure.ops.attention.base import AttentionForm, AttentionRows, CacheShape, PlannedAttention
-from perdure.ops.attention.reference import ReferenceAttention
 from perdure.ops.attention.plain import PlainAttention
+from perdure.ops.attention.reference import ReferenceAttention
 from perdure.ops.attention.tiled import TiledAttention
 
 FORMS: dict[str, Callable[[CacheShape], AttentionForm]] = {

@@ -1,0 +1,104 @@
+"""Settings are checked where they are built, frozen, and never the caller's own lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from perdure.api.config import EngineConfig
+from perdure.api.errors import InvalidValue
+from perdure.api.sampling import SamplingParams
+
+WRONG: list[dict[str, Any]] = [
+    {"max_tokens": -1},
+    {"max_tokens": "5"},
+    {"max_tokens": 1.5},
+    {"max_tokens": True},
+    {"min_tokens": -1},
+    {"min_tokens": 6, "max_tokens": 5},
+    {"temperature": -0.1},
+    {"temperature": float("nan")},
+    {"temperature": float("inf")},
+    {"temperature": "hot"},
+    {"top_k": -2},
+    {"top_k": 1.0},
+    {"top_p": 0},
+    {"top_p": 1.5},
+    {"top_p": -0.1},
+    {"top_p": float("nan")},
+    {"min_p": 1.1},
+    {"seed": -1},
+    {"seed": 2**64},
+    {"seed": True},
+    {"stop": [""]},
+    {"stop": [1]},
+    {"stop_token_ids": ["a"]},
+    {"stop_token_sequences": [[]]},
+    {"logprobs": -2},
+    {"prompt_logprobs": 1.0},
+    {"logprobs_mode": "cooked"},
+    {"output_kind": "all"},
+    {"stream_interval": 0},
+    {"ignore_eos": 1},
+    {"stop": ["x"], "detokenize": False},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_T22_a_wrong_value_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        SamplingParams(**wrong)
+    assert any(name in str(caught.value) for name in wrong)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_T50_top_p_says_what_to_use_instead() -> None:
+    with pytest.raises(InvalidValue, match=r"1 turns the filter off, temperature=0 is greedy"):
+        SamplingParams(top_p=0)
+
+
+def test_T23_objects_are_frozen_and_the_callers_lists_are_not_kept() -> None:
+    stops = ["a"]
+    params = SamplingParams(stop=stops, stop_token_ids=[1], stop_token_sequences=[[1, 2]])
+    stops.append("b")
+    assert params.stop == ("a",) and params.stop_token_sequences == ((1, 2),)
+    with pytest.raises(AttributeError):
+        params.max_tokens = 3  # type: ignore[misc]
+
+
+def test_T48_zero_and_unset_temperature_are_told_apart() -> None:
+    assert SamplingParams().temperature == 1.0
+    assert SamplingParams(temperature=0).temperature == SamplingParams(temperature=0.0).temperature == 0
+
+
+def test_a_single_stop_string_is_a_list_of_one_and_huge_values_are_fine() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(max_tokens=2**31, top_k=10**7, seed=2**64 - 1).top_k == 10**7
+
+
+def test_settings_survive_the_wire() -> None:
+    params = SamplingParams(max_tokens=3, temperature=0, stop=["x"], stop_token_sequences=[[1, 2]], logprobs=-1)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"page_size": 0}, "page_size=0 is out of range: 1 to 256"),
+        ({"steps_in_flight": 5}, "steps_in_flight=5 is out of range: 1 to 4"),
+        ({"num_pages": 4, "kv_cache_bytes": 10}, "give only one"),
+        ({"dtype": "int4"}, "none of auto, float32"),
+        ({"max_num_seqs": True}, "not an integer"),
+        ({"pagesize": 4}, "unknown setting 'pagesize'"),
+        ({"block_size": 4, "page_size": 8}, "they differ"),
+    ],
+)
+def test_configuration_is_checked_where_it_is_built(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidValue, match=words):
+        EngineConfig.of(**settings)
+
+
+def test_block_size_is_page_size() -> None:
+    assert EngineConfig.of(block_size=4).page_size == 4

@@ -1,0 +1,64 @@
+"""The threaded runner: order, failures of a step, closing."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from perdure.api.plan import ScoreColumns, StepOutput
+from perdure.runner.worker import ThreadedRunner
+from tests.runner.plans import Driver, Row, prompt
+
+
+def test_launched_steps_run_in_order_without_waiting(model):
+    plain, driver = Driver(model), Driver(model)
+    for one in (plain, driver):
+        one.admit(0, 9, temperature=0.9)
+        one.admit(1, 4)
+    expected = [plain.run(Row(0, prompt(9)), Row(1, prompt(4)))]
+    expected += [plain.run(Row(0), Row(1)) for _ in range(5)]
+
+    threaded = ThreadedRunner(driver.runner)
+    tickets = [threaded.launch(driver.plan(Row(0, prompt(9)), Row(1, prompt(4))))]
+    tickets += [threaded.launch(driver.plan(Row(0), Row(1))) for _ in range(5)]
+    assert [ticket.wait() for ticket in tickets] == expected
+    assert tickets[0].wait() == expected[0]  # again
+    threaded.close()
+
+
+def test_a_step_that_raises_fails_its_rows_and_no_later_step(model):
+    driver = Driver(model)
+    threaded = ThreadedRunner(driver.runner)
+    driver.admit(0, 3)
+    bad = driver.plan(Row(0, [1, 2, 10**6]), Row(0, [1]))  # no such id
+    output = threaded.launch(bad).wait()
+    assert [row for row, _ in output.errors] == [0, 1]
+    assert "Error: " in output.errors[0][1] and len(output.errors[0][1]) > 20
+    assert output.step == bad.step and output.num_sampled == [0, 0] and output.tokens == []
+    good = threaded.launch(driver.plan(Row(0, [1, 2, 3]))).wait()
+    assert good.errors == [] and good.num_sampled == [1]
+    threaded.close()
+
+
+class SlowRunner:
+    """Waits for a signal in each step."""
+
+    def __init__(self):
+        self.go = threading.Event()
+
+    def execute(self, plan):
+        self.go.wait()
+        return StepOutput(plan.step, [], [], ScoreColumns.empty(), ScoreColumns.empty(), [])
+
+
+def test_launch_returns_before_the_step_has_run_and_close_finishes_it(model):
+    slow = SlowRunner()
+    threaded = ThreadedRunner(slow)
+    ticket = threaded.launch(Driver(model).plan())
+    slow.go.set()
+    threaded.close()
+    threaded.close()
+    assert ticket.wait().step == 1
+    with pytest.raises(AssertionError, match="after close"):
+        threaded.launch(Driver(model).plan())
