@@ -19,7 +19,7 @@ from perdure.ops.kv_write import plan_kv_write
 from perdure.runner.inputs import ROW_TILE, pack
 from perdure.runner.kv_store import KVStore
 from perdure.runner.row_store import RowStore
-from perdure.runner.sampler import Sampler
+from perdure.runner.sampler import Sampler, ScoreEntries
 
 
 class Runner:
@@ -78,16 +78,23 @@ class Runner:
         hidden = self._model.forward(torch.from_numpy(step.token_ids), torch.from_numpy(step.positions), attend)
 
         errors: dict[int, str] = {}
-        prompt_records = self._sampler.score_targets(hidden, step.targets, step.slots, errors)
+        prompt_scores = self._sampler.score_targets(hidden, step.targets, step.slots, errors)
         num_sampled = np.zeros(len(plan.slot), np.int64)
         tokens: list[int] = []
-        records = ScoreColumns.empty()
+        scores = ScoreEntries()
         if len(step.sampled):
             slots, positions = step.slots[step.sampled], step.ends[step.sampled]
-            rows, drawn, records = self._sampler.sample(
+            rows, drawn, scores = self._sampler.sample(
                 hidden, step.sampled_hidden, step.sampled, slots, positions, errors
             )
             self._rows.last_token[step.slots[rows]] = drawn
             num_sampled[rows] = 1
             tokens = drawn.tolist()
-        return StepOutput(plan.step, num_sampled.tolist(), tokens, records, prompt_records, sorted(errors.items()))
+        return StepOutput(
+            step=plan.step,
+            num_sampled=num_sampled.tolist(),
+            tokens=tokens,
+            records=scores.columns(errors),
+            prompt_records=prompt_scores.columns(errors),
+            errors=sorted(errors.items()),
+        )

@@ -26,7 +26,7 @@ BAD_LOGITS = "the model's logits hold NaN or no finite value"
 
 
 class Sampler:
-    """errors: {the plan's row: message} of one step, filled as its logits are seen."""
+    """`errors` of its methods: {the plan's row: message} of one step, filled as its logits are seen."""
 
     def __init__(self, model: Model, rows: RowStore, row_tile: int) -> None:
         self._model = model
@@ -35,9 +35,9 @@ class Sampler:
 
     def score_targets(
         self, hidden: torch.Tensor, targets: Targets, slots: Ints, errors: dict[int, str]
-    ) -> ScoreColumns:
+    ) -> ScoreEntries:
         """hidden [M, H]; slots [R] of the plan's rows."""
-        entries = _Entries()
+        entries = ScoreEntries()
         for low in range(0, len(targets.row), TARGET_SLICE):
             part = slice(low, low + TARGET_SLICE)
             logits = self._logits(hidden, targets.hidden_row[part])
@@ -47,14 +47,14 @@ class Sampler:
                 logits, rows, positions, ids = logits[good], rows[good], positions[good], ids[good]
             num_top = self._rows.num_prompt_logprobs[slots[rows]]
             entries.add(rows, positions, score(logits, ids, num_top))
-        return entries.columns(errors)
+        return entries
 
     def sample(
         self, hidden: torch.Tensor, hidden_rows: Ints, rows: Ints, slots: Ints, positions: Ints, errors: dict[int, str]
-    ) -> tuple[Ints, Ints, ScoreColumns]:
-        """Draw for the plan's rows [S], whose tokens will stand at positions [S].
+    ) -> tuple[Ints, Ints, ScoreEntries]:
+        """Draw for the plan's rows [S], whose tokens will stand at positions [S]; rows that failed already get none.
 
-        Returns rows that have a token, their tokens, and records of those that asked.
+        Returns the rows that have a token, their tokens, and scores for those that asked.
         """
         logits = self._logits(hidden, hidden_rows)
         good = _good_rows(logits, rows, errors)
@@ -64,7 +64,7 @@ class Sampler:
         columns = self._rows.sampling(slots, positions)
         tokens = sample(logits, columns)
 
-        entries = _Entries()
+        entries = ScoreEntries()
         asked = self._rows.num_logprobs[slots] != NO_LOGPROBS
         of_processed = self._rows.processed_logprobs[slots]
         for use_processed in (False, True):
@@ -76,7 +76,7 @@ class Sampler:
                 x = processed(x, columns.take(chosen))
             num_top = self._rows.num_logprobs[slots[chosen]]
             entries.add(rows[chosen], positions[chosen], score(x, tokens[chosen], num_top))
-        return rows, tokens, entries.columns(errors)
+        return rows, tokens, entries
 
     def _logits(self, hidden: torch.Tensor, rows: Ints) -> Floats:
         """fp32 logits [len(rows), V] of packed rows; the head's product is padded to whole tiles of rows."""
@@ -94,8 +94,8 @@ def _good_rows(logits: Floats, rows: Ints, errors: dict[int, str]) -> Ints:
 
 
 @dataclass(slots=True)
-class _Entries:
-    """Scores collected in parts, any order of rows."""
+class ScoreEntries:
+    """Scores collected in parts, any order of rows; in order of position within a row."""
 
     rows: list[Ints] = field(default_factory=list)
     positions: list[Ints] = field(default_factory=list)
@@ -111,7 +111,7 @@ class _Entries:
         if not self.rows:
             return ScoreColumns.empty()
         row = np.concatenate(self.rows)
-        order = np.argsort(row, kind="stable")  # parts come in order of position already
+        order = np.argsort(row, kind="stable")
         if errors:
             order = order[~np.isin(row[order], list(errors))]
         top_ids = [ids for part in self.scores for ids in part.top_ids]

@@ -1,0 +1,150 @@
+"""`perdure generate`: one or more prompts, continued together and printed in their order.
+
+- On a terminal text appears as it comes; elsewhere each result is printed when it is whole.
+- A prompt that fails leaves the others alone; its error is told at the end, and the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perdure import InvalidValue, PerdureError, RequestOutput, SamplingParams
+from perdure.cli.input import FROM_STDIN, text_from
+from perdure.cli.options import EngineOptions, IdsOption, JsonOption, SamplingOptions, ids_from, spelled_out
+from perdure.cli.output import complain, remark, write
+from perdure.cli.scores import rows_of
+
+if TYPE_CHECKING:
+    from perdure import AsyncLLM
+
+HEADING_LENGTH = 60
+
+
+@spelled_out
+def generate(
+    sampling: SamplingOptions,
+    engine: EngineOptions,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from stdin.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask it as the user of a chat.")] = False,
+    ids: IdsOption = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: scores, and the K best ids.", metavar="K", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue one or more prompts.
+
+    The text goes to stdout, its speed to stderr. Several prompts run together and are printed in their order.
+    """
+    arguments = list(prompts or [])
+    if not arguments and ids is None:
+        raise InvalidValue("give a PROMPT (- reads it from stdin) or --ids")
+    if arguments.count(FROM_STDIN) > 1:
+        raise InvalidValue("- stands for stdin and can be given once only")
+    if chat and ids is not None:
+        raise InvalidValue("--chat lays out text, --ids gives what is laid out already: use one of them")
+    if logprobs is not None and not as_json:
+        raise InvalidValue(f"--logprobs={logprobs} needs --json")
+    kind = "delta" if sys.stdout.isatty() and not as_json else "final"
+    params = sampling.params(logprobs=logprobs, return_prompt=True, output_kind=kind)
+    settings = engine.settings()
+    inputs: list[str | list[int]] = [text_from(argument) for argument in arguments]
+    if ids is not None:
+        inputs.append(ids_from(ids))
+
+    from perdure import AsyncLLM
+
+    llm = AsyncLLM(**settings)
+    outcomes = asyncio.run(_answer(llm, inputs, params, chat, as_json))
+    results = [one for one in outcomes if isinstance(one, RequestOutput)]
+    if any(one.outputs[0].token_ids for one in results):
+        remark(_speed(results))
+    failures = [(at, _error_of(one)) for at, one in enumerate(outcomes) if _error_of(one) is not None]
+    for at, error in failures:
+        complain(str(error) if len(outcomes) == 1 else f"prompt {at + 1}: {error}")
+    if failures:
+        raise typer.Exit(2)
+
+
+Outcome = RequestOutput | PerdureError
+
+
+async def _answer(
+    llm: AsyncLLM, inputs: list[str | list[int]], params: SamplingParams, chat: bool, as_json: bool
+) -> list[Outcome]:
+    """Submit all, then show each in turn."""
+    outcomes: list[Outcome] = []
+    async with llm:
+        prompts = [_laid_out(llm, text) if chat and isinstance(text, str) else text for text in inputs]
+        handles = [llm.submit(prompt, params) for prompt in prompts]
+        for at, handle in enumerate(handles):
+            if len(handles) > 1 and not as_json:
+                write(("\n" if at else "") + _heading(inputs[at]))
+            try:
+                async for part in handle:
+                    if not as_json:
+                        write(part.outputs[0].text)
+                outcome: Outcome = await handle
+            except PerdureError as error:
+                outcome = error
+            if as_json:
+                write(json.dumps(_as_json(handle.request_id, outcome)) + "\n")
+            elif isinstance(outcome, RequestOutput):
+                ids = "" if llm.tokenizer is not None else ",".join(map(str, outcome.outputs[0].token_ids))
+                write(f"{ids}\n")
+            outcomes.append(outcome)
+    return outcomes
+
+
+def _laid_out(llm: AsyncLLM, text: str) -> list[int]:
+    """The prompt as the one message of a chat."""
+    if llm.tokenizer is None:
+        raise InvalidValue("--chat needs a tokenizer, and the model came without one")
+    return llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+
+
+def _heading(prompt: str | list[int]) -> str:
+    line = " ".join(prompt.split()) if isinstance(prompt, str) else ",".join(map(str, prompt))
+    return f"==> {line if len(line) <= HEADING_LENGTH else line[: HEADING_LENGTH - 3] + '...'} <==\n"
+
+
+def _error_of(outcome: Outcome) -> Exception | None:
+    return outcome.error if isinstance(outcome, RequestOutput) else outcome
+
+
+def _as_json(request_id: str | int, outcome: Outcome) -> dict[str, Any]:
+    """One result; scores only if they were asked."""
+    if isinstance(outcome, PerdureError):
+        fields: dict[str, Any] = {"text": "", "token_ids": [], "finish_reason": "error", "stop_reason": None}
+        return {"request_id": request_id, **fields, "error": str(outcome)}
+    completion = outcome.outputs[0]
+    fields = {name: getattr(completion, name) for name in ("text", "token_ids", "finish_reason", "stop_reason")}
+    if completion.logprobs is not None:
+        fields["logprobs"] = rows_of(completion.logprobs, with_best=True)
+    if outcome.error is not None:
+        fields["error"] = str(outcome.error)
+    return {"request_id": request_id, **fields}
+
+
+def _speed(results: Sequence[RequestOutput]) -> str:
+    """Tokens in and out. The rate is of the tokens after the first, over all requests together."""
+    num_prompt = sum(len(one.prompt_token_ids or []) for one in results)
+    num_new = sum(len(one.outputs[0].token_ids) for one in results)
+    words = [f"{num_prompt} prompt tokens", f"{num_new} new tokens"]
+    times = [one.metrics for one in results if one.metrics is not None]
+    starts = [one.first_token_time for one in times if one.first_token_time is not None]
+    ends = [one.finished_time for one in times if one.finished_time is not None]
+    if starts and ends:
+        seconds = max(ends) - min(starts)
+        if num_new > 1 and seconds > 0:
+            words.append(f"{(num_new - 1) / seconds:.1f} tokens/s")
+        words.append(f"first token after {min(starts) - min(one.arrival_time for one in times):.2f} s")
+    return ", ".join(words)

@@ -1,0 +1,107 @@
+"""The options that several commands share, each written once.
+
+- A group of options is a frozen dataclass, a field an option. A command takes the group as one parameter, and
+  `spelled_out` shows Typer the fields in its place.
+- None means "not given", so that the default is the library's own.
+- Values are checked before a model is loaded.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from perdure import EngineConfig, InvalidValue, SamplingParams
+
+_ENGINE = EngineConfig()
+
+
+def _engine(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel="Engine")
+
+
+def _sampling(text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Sampling", show_default=False)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Which model runs, and how."""
+
+    model: Annotated[Path | None, _engine("A model directory or a .gguf file; without it, the default model.")] = None
+    dtype: Annotated[str, _engine("auto, float32, bfloat16 or float16.")] = _ENGINE.dtype
+    load_format: Annotated[str, _engine("auto, or dummy: random weights, drawn from --seed.")] = _ENGINE.load_format
+    seed: Annotated[int, _engine("What every draw is derived from: another seed, another sample.")] = _ENGINE.seed
+    max_model_len: Annotated[int | None, _engine("Longest request in tokens; without it, the model's limit.")] = None
+    max_num_seqs: Annotated[int, _engine("Most requests that run together.")] = _ENGINE.max_num_seqs
+    max_num_batched_tokens: Annotated[int, _engine("Most positions in one step.")] = _ENGINE.max_num_batched_tokens
+    num_pages: Annotated[int | None, _engine("Pages of the KV pool; without it, as memory allows.")] = None
+    page_size: Annotated[int, _engine("Tokens in one page.")] = _ENGINE.page_size
+    steps_in_flight: Annotated[int, _engine("1: one step after another; 2 to 4: overlapped.")] = _ENGINE.steps_in_flight
+    batch_invariant: Annotated[bool, _engine("The same bits in any company.")] = _ENGINE.batch_invariant
+    journal: Annotated[Path | None, _engine("Record the run in this file.")] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Keywords for `LLM` and `AsyncLLM`, checked."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
+        EngineConfig.of(**given)
+        return given
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are drawn, and when to stop."""
+
+    max_tokens: Annotated[int | None, _sampling("New tokens at most; without it, up to the length limit.")] = None
+    temperature: Annotated[float | None, _sampling("0: greedy. Without it 1, in chat 0.7.")] = None
+    top_k: Annotated[int | None, _sampling("Draw from the k best.")] = None
+    top_p: Annotated[float | None, _sampling("Draw from the best that have this mass.")] = None
+    min_p: Annotated[float | None, _sampling("Least probability, as a part of the best.")] = None
+    stop: Annotated[list[str] | None, _sampling("Stop before this text; may be repeated.")] = None
+    ignore_eos: Annotated[bool, _sampling("Go on after the model's end.", "--ignore-eos")] = False
+
+    def params(self, **others: Any) -> SamplingParams:
+        """Settings of a request; what the user gave goes before `others`."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return SamplingParams(**(others | given))
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+IdsOption = Annotated[str | None, typer.Option(metavar="1,2,3", help="A prompt of token ids.", show_default=False)]
+
+
+def spelled_out(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with each parameter that is a group replaced by the group's fields."""
+    parameters = inspect.signature(command, eval_str=True).parameters
+    groups: dict[str, Any] = {name: p.annotation for name, p in parameters.items() if is_dataclass(p.annotation)}
+
+    def run(**values: Any) -> None:
+        filled = {
+            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**values, **filled)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = [p.replace(kind=keyword) for name, p in parameters.items() if name not in groups]
+    shared = [
+        inspect.Parameter(field.name, keyword, default=field.default, annotation=field.type)
+        for group in groups.values()
+        for field in fields(group)
+    ]
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+    return run
+
+
+def ids_from(given: str) -> list[int]:
+    """Token ids as typed: numbers with commas between them."""
+    parts = [part.strip() for part in given.split(",")] if given.strip() else []
+    wrong = next((part for part in parts if not part.removeprefix("-").isdecimal()), None)
+    if wrong is not None:
+        raise InvalidValue(f"--ids={given!r}: {wrong!r} is not a token id; write them as 1,2,3")
+    return [int(part) for part in parts]

@@ -1,0 +1,311 @@
+"""The scripted model S of the cases: the real loop and core, a device whose tokens come from a script, exact timing.
+
+- A turn of the loop happens when a test says so; what is sent before it is applied in it.
+- The device's memory is the fake device's: it fails on any read of a position that was not written, and scores depend
+  on everything before them. Only the tokens are the script's.
+- No torch, no thread, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from perdure.api import command as cmd
+from perdure.api import event as ev
+from perdure.api.config import CoreConfig
+from perdure.api.plan import NO_LOGPROBS, RowInit, StepOutput, StepPlan
+from perdure.api.output import Stats
+from perdure.api.request import Request, RequestId
+from perdure.api.sampling import SamplingParams
+from perdure.api.scores import TokenScores
+from perdure.core.scheduler import Scheduler
+from perdure.core.state import RequestState
+from perdure.engine.loop import Inbox, Loop
+from perdure.ops.philox import uniforms
+from perdure.runner import fake
+
+Script = Sequence[int] | Callable[[RowInit, int], int]
+"""The tokens of a request by output index (the last one again and again), or a function of settings and index."""
+
+VOCAB, END = 512, 257
+MAX_TURNS = 5_000
+
+
+def counting(first: int) -> Script:
+    """first, first + 1, ... and round again after 50: never stops."""
+    return lambda settings, index: first + index % 50
+
+
+def flat(settings: RowInit, index: int) -> int:
+    """The keyed draw from equal logits."""
+    u = uniforms(np.array([settings.seed], np.uint64), np.array([index], np.int64))
+    return int(u[0] * VOCAB)
+
+
+class ScriptedDevice(fake.FakeDevice):
+    """script_of(serial number) is the script of a request. plans: everything that was launched."""
+
+    def __init__(self, config: CoreConfig, script_of: Callable[[int], Script]) -> None:
+        super().__init__(config.num_pages, config.page_size, config.max_num_seqs, config.vocab_size)
+        self.plans: list[StepPlan] = []
+        self.during_step: Callable[[StepPlan], None] = lambda plan: None
+        """Called when a step is executed, before its output is known to anybody."""
+        self._script_of = script_of
+        self._scripts: dict[int, Script] = {}
+
+    def launch(self, plan: StepPlan) -> fake.FakeTicket:
+        self.plans.append(plan)
+        for arrival in plan.request:
+            self._scripts.setdefault(arrival, self._script_of(arrival))
+        return super().launch(plan)
+
+    def _execute(self, plan: StepPlan) -> StepOutput:
+        self.during_step(plan)
+        return super()._execute(plan)
+
+    def _run_row(self, plan: StepPlan, row: int, given: list[int], targets: list[int], output: StepOutput) -> int:
+        if not super()._run_row(plan, row, given, targets, output):
+            return 0
+        slot = plan.slot[row]
+        settings, end = self._settings[slot], self._position[slot]
+        assert settings is not None
+        token = self._scripted(settings, end - settings.prompt_length)
+        output.tokens[-1] = self._last_token[slot] = token
+        if settings.num_logprobs != NO_LOGPROBS:
+            known = self._read(self._kv[self._tables[slot]].reshape(-1)[:end])
+            output.records.chosen[-1] = fake.score(known, token)
+        return 1
+
+    def _scripted(self, settings: RowInit, index: int) -> int:
+        script = self._scripts[settings.request]
+        token = script(settings, index) if callable(script) else script[min(index, len(script) - 1)]
+        while index < settings.min_tokens and token in settings.masked_ids:
+            token = (token + 1) % self.vocab_size
+        return token
+
+
+class Pieces:
+    """Text for stop strings: an id's own piece, or the character of that number."""
+
+    def __init__(self, pieces: dict[int, str]) -> None:
+        self._pieces = pieces
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(self._pieces.get(token, chr(token)) for token in token_ids)
+
+
+class Call:
+    """One submitted request and all that was told of it. token_turns: the turn in which each streamed token came."""
+
+    def __init__(self, stage: Stage, request: Request, script: Script) -> None:
+        self.stage = stage
+        self.request = request
+        self.script = script
+        self.record: ev.Record | None = None
+        self.refusal: ev.Failure | None = None
+        self.token_ids: list[int] = []
+        self.scores = TokenScores()
+        self.token_turns: list[int] = []
+        self.num_ends = 0
+
+    def take(self, event: ev.Event, turn: int) -> None:
+        assert not self.num_ends, f"{event} after the end of {self.request.request_id!r}"
+        match event:
+            case ev.Refused(_, request_id, failure):
+                assert request_id == self.request.request_id
+                self.num_ends, self.refusal = self.num_ends + 1, failure
+            case ev.Ended(_, record):
+                assert (record.request_id, type(record.request_id)) == (self.request.request_id, type(self.request.request_id))
+                self.num_ends, self.record = self.num_ends + 1, record
+            case ev.Progress(_, first, token_ids, scores):
+                assert first == len(self.token_ids)
+                self.token_ids += token_ids
+                self.token_turns += [turn] * len(token_ids)
+                if scores is not None:
+                    self.scores.extend(scores)
+
+    @property
+    def ended(self) -> ev.Record:
+        """How it ended; a failure if it has not."""
+        assert self.record is not None, f"{self.request.request_id!r} has not ended (refused: {self.refusal})"
+        return self.record
+
+    @property
+    def state(self) -> RequestState:
+        """The core's own record, while live."""
+        state = self.stage.scheduler._live[self.request.request_id]
+        assert state.request is self.request
+        return state
+
+    @property
+    def is_live(self) -> bool:
+        state = self.stage.scheduler._live.get(self.request.request_id)
+        return state is not None and state.request is self.request
+
+    @property
+    def num_output(self) -> int:
+        """Tokens known so far."""
+        return self.state.num_output if self.is_live else len(self.ended.token_ids)
+
+
+class Stage:
+    """A scheduler, its loop and a scripted device, turned by hand.
+
+    Pages are roomy unless num_pages is given. pieces: the text of ids, for stop strings. Other settings: `CoreConfig`.
+    """
+
+    def __init__(self, depth: int = 1, *, pieces: dict[int, str] | None = None, **settings: Any) -> None:
+        defaults = {"num_pages": 320, "page_size": 16, "max_model_len": 256, "max_num_seqs": 16}
+        defaults |= {"max_num_batched_tokens": 512, "vocab_size": VOCAB, "end_token_ids": (END,)}
+        self.config = CoreConfig(**{**defaults, **settings})
+        self.pieces = pieces or {}
+        self.scheduler = Scheduler(self.config, lambda request: Pieces(self.pieces))
+        self.device = ScriptedDevice(self.config, self._script_of)
+        self.inbox = Inbox()
+        self.loop = Loop(self.scheduler, self.device, self.inbox, self._publish, steps_in_flight=depth, check=True)
+        self.calls: dict[int, Call] = {}
+        self.answers: dict[int, object] = {}
+        self.num_turns = 0
+        self.events: list[ev.Event] = []
+        self._next_ticket = 0
+
+    def _script_of(self, arrival: int) -> Script:
+        return self.calls[self.scheduler._states[arrival].request.ticket].script
+
+    def _publish(self, events: list[ev.Event]) -> None:
+        self.events += events
+        for event in events:
+            if isinstance(event, ev.Done):
+                assert event.ticket not in self.answers, "a command answered twice"
+                self.answers[event.ticket] = event.value
+            else:
+                self.calls[event.ticket].take(event, self.num_turns)
+
+    # Sending: applied in the next turn
+
+    def ticket(self) -> int:
+        self._next_ticket += 1
+        return self._next_ticket
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        script: Script,
+        *,
+        request_id: RequestId | None = None,
+        stream: bool = True,
+        params: SamplingParams | None = None,
+        **settings: Any,
+    ) -> Call:
+        """Submit a request, greedy and with scores unless the settings say otherwise."""
+        ticket = self.ticket()
+        params = params or SamplingParams(**{"temperature": 0.0, "logprobs": 0, **settings})
+        name = f"request-{ticket}" if request_id is None else request_id
+        call = Call(self, Request(name, ticket, list(prompt), params, stream=stream), script)
+        self.calls[ticket] = call
+        self.inbox.put(cmd.Submit(call.request))
+        return call
+
+    def abort(self, *request_ids: RequestId) -> None:
+        self.inbox.put(cmd.Abort(request_ids=list(request_ids)))
+
+    def abort_all(self) -> None:
+        self.inbox.put(cmd.Abort(everything=True))
+
+    def pause(self, mode: cmd.PauseMode = "keep") -> int:
+        """The ticket of the answer."""
+        ticket = self.ticket()
+        self.inbox.put(cmd.Pause(ticket, mode))
+        return ticket
+
+    def resume(self) -> None:
+        self.inbox.put(cmd.Resume(self.ticket()))
+
+    # Turning
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.loop._in_flight)
+
+    def turn(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.num_turns += 1
+            self.loop.turn(block=False)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Turn until it holds."""
+        for _ in range(MAX_TURNS):
+            if holds():
+                return
+            self.turn()
+        raise AssertionError(f"it never came to hold: {self.stats()}")
+
+    def run(self) -> None:
+        """Turn until every request has ended and nothing is in flight."""
+        self.turn()
+        self.until(lambda: not self.num_in_flight and all(call.num_ends for call in self.calls.values()))
+
+    def stats(self) -> Stats:
+        return self.scheduler.stats()
+
+    # Judging
+
+    def check_clean_end(self) -> None:
+        """Runs to the end; then nothing is left of anything, and a fresh request equals its reference."""
+        self.run()
+        self._check_empty()
+        fresh = self.submit([3, 1, 4, 1, 5], counting(40), max_tokens=5)
+        self.run()
+        check_equals_solo(fresh)
+        assert fresh.ended.token_ids == [40, 41, 42, 43, 44]
+        self._check_empty()
+
+    def _check_empty(self) -> None:
+        stats = self.stats()
+        assert stats.num_free_pages == stats.num_pages == self.config.num_pages
+        assert stats.num_running == stats.num_waiting == stats.num_paused == 0
+        assert not self.scheduler._live and not self.scheduler._states
+        assert all(call.num_ends == 1 for call in self.calls.values())
+
+
+def solo(call: Call) -> ev.Record:
+    """The same request, alone, with room for everything, one step at a time: its reference."""
+    config, params = call.stage.config, call.request.params
+    stage = Stage(
+        max_model_len=min(config.max_num_tokens, config.max_model_len),
+        page_size=config.page_size,
+        pieces=call.stage.pieces,
+        num_pages=-(-config.max_model_len // config.page_size),
+    )
+    if call.record is not None:
+        params = replaced(params, seed=call.record.seed)
+    alone = stage.submit(call.request.prompt_token_ids, call.script, params=params, request_id=call.request.request_id)
+    stage.run()
+    return alone.ended
+
+
+def replaced(params: SamplingParams, **changes: Any) -> SamplingParams:
+    """The same settings but for these."""
+    return SamplingParams(**{**{name: getattr(params, name) for name in params.__struct_fields__}, **changes})
+
+
+def check_equals_solo(call: Call, num_tokens: int | None = None) -> None:
+    """Ids, scores and prompt scores are those of its reference; num_tokens: of the reference's first so many."""
+    record, truth = call.ended, solo(call)
+    count = len(truth.token_ids) if num_tokens is None else num_tokens
+    assert record.token_ids == truth.token_ids[:count]
+    assert record.failure is None
+    for scores, true_scores in ((record.scores, truth.scores), (record.prompt_scores, truth.prompt_scores)):
+        assert (scores is None) == (true_scores is None)
+    if record.scores is not None and truth.scores is not None:
+        assert record.scores == truth.scores.cut(0, count)
+    if num_tokens is None:
+        assert (record.finish_reason, record.stop) == (truth.finish_reason, truth.stop)
+        assert record.prompt_scores == truth.prompt_scores
+    if call.request.stream:
+        told = len(call.token_ids)
+        assert call.token_ids == record.token_ids[:told]
+        assert record.scores is None or call.scores == record.scores.cut(0, told)
