@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,13 @@ class DenseAttend:
         future = torch.ones(num_rows, len(keys), dtype=torch.bool).triu(len(keys) - num_rows + 1)
         shares = scores.masked_fill(future, -math.inf).softmax(dim=-1)
         return torch.einsum("hns,shd->nhd", shares, wide_values).to(q.dtype)
+
+
+def run_python(script: str, *arguments: object) -> str:
+    """What a script prints in a process of its own; what it raises is raised here."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 @torch.inference_mode()
@@ -174,7 +184,12 @@ def gguf_to_bf16_directory(gguf_path: Path, directory: Path) -> Path:
     }
     _write_json(directory / "config.json", {**shape, **others, **special})
     _write_json(directory / "generation_config.json", special)
+    write_gguf_tokenizer(file, directory)
+    return directory
 
+
+def write_gguf_tokenizer(file: GGUFFile, directory: Path) -> None:
+    """A GGUF's tokenizer and chat template as the files a Hugging Face directory has."""
     tokenizer = GGUFTokenizer(file)
     tokenizer._inner.save(str(directory / "tokenizer.json"))
     named = {
@@ -183,7 +198,6 @@ def gguf_to_bf16_directory(gguf_path: Path, directory: Path) -> Path:
         if token_id is not None
     }
     _write_tokenizer_config(directory, **named, chat_template=file.metadata.get("tokenizer.chat_template"))
-    return directory
 
 
 def write_gguf(directory: Path, out: Path, type_name: str) -> Path:

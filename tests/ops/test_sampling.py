@@ -73,6 +73,20 @@ def test_kept_sets_equal_the_reference(vocab_size):
         assert np.flatnonzero(np.isfinite(x[row])).tolist() == expected, settings
 
 
+def test_kept_sets_of_random_settings_equal_the_reference():
+    rng = np.random.default_rng(11)
+    for _ in range(150):
+        logits = random_logits(1, 300, seed=int(rng.integers(1 << 30)))
+        settings = {
+            "temperature": float(np.float32(rng.choice([0.3, 1.0, 2.5]))),
+            "top_k": int(rng.choice([0, 2, 7, 40])),
+            "top_p": float(rng.choice([1.0, 0.99999, 0.95, 0.4, 1e-6])),
+            "min_p": float(rng.choice([0.0, 0.003, 0.21])),
+        }
+        x = processed(logits, columns([settings]))[0]
+        assert np.flatnonzero(np.isfinite(x)).tolist() == reference.kept_ids(logits[0], **settings), settings
+
+
 def test_a_row_is_the_same_alone_and_among_others():
     logits = random_logits(len(MIXED) * 4, 5000, seed=1)
     settings = MIXED * 4
@@ -165,8 +179,8 @@ def test_t49_top_k():
 
 def test_t49_ties_at_the_border_are_kept_except_for_one():
     logits = np.array([1.0, 3.0, 2.0, 2.0, 3.0, 2.0], np.float32)
-    keep = kept(logits - 3, np.exp(logits - 3), top_k=3, top_p=1.0, min_p=0.0)
-    assert keep is not None and np.flatnonzero(keep).tolist() == [1, 2, 3, 4, 5]
+    ids = kept(logits - 3, np.exp(logits - 3), top_k=3, top_p=1.0, min_p=0.0)
+    assert ids is not None and ids.tolist() == [1, 2, 3, 4, 5]
     assert set(repeated(logits, 100, top_k=1)) == {1}
 
 

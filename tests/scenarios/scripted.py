@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.config import CoreConfig
-from perdure.api.plan import NO_LOGPROBS, RowInit, StepOutput, StepPlan
 from perdure.api.output import Stats
+from perdure.api.plan import NO_LOGPROBS, RowInit, StepOutput, StepPlan
 from perdure.api.request import Request, RequestId
 from perdure.api.sampling import SamplingParams
 from perdure.api.scores import TokenScores
@@ -46,18 +47,22 @@ def flat(settings: RowInit, index: int) -> int:
 
 
 class ScriptedDevice(fake.FakeDevice):
-    """script_of(serial number) is the script of a request. plans: everything that was launched."""
+    """script_of(serial number) is the script of a request. on_launch is told of each plan; plans are all of them."""
 
-    def __init__(self, config: CoreConfig, script_of: Callable[[int], Script]) -> None:
+    def __init__(
+        self, config: CoreConfig, script_of: Callable[[int], Script], on_launch: Callable[[StepPlan], None]
+    ) -> None:
         super().__init__(config.num_pages, config.page_size, config.max_num_seqs, config.vocab_size)
         self.plans: list[StepPlan] = []
         self.during_step: Callable[[StepPlan], None] = lambda plan: None
         """Called when a step is executed, before its output is known to anybody."""
         self._script_of = script_of
+        self._on_launch = on_launch
         self._scripts: dict[int, Script] = {}
 
     def launch(self, plan: StepPlan) -> fake.FakeTicket:
         self.plans.append(plan)
+        self._on_launch(plan)
         for arrival in plan.request:
             self._scripts.setdefault(arrival, self._script_of(arrival))
         return super().launch(plan)
@@ -98,7 +103,10 @@ class Pieces:
 
 
 class Call:
-    """One submitted request and all that was told of it. token_turns: the turn in which each streamed token came."""
+    """One submitted request and all that was told of it.
+
+    token_ids, scores: as streamed. residencies: how many output tokens it had each time it was given a slot.
+    """
 
     def __init__(self, stage: Stage, request: Request, script: Script) -> None:
         self.stage = stage
@@ -108,22 +116,21 @@ class Call:
         self.refusal: ev.Failure | None = None
         self.token_ids: list[int] = []
         self.scores = TokenScores()
-        self.token_turns: list[int] = []
+        self.residencies: list[int] = []
         self.num_ends = 0
 
-    def take(self, event: ev.Event, turn: int) -> None:
+    def take(self, event: ev.Event) -> None:
         assert not self.num_ends, f"{event} after the end of {self.request.request_id!r}"
         match event:
             case ev.Refused(_, request_id, failure):
                 assert request_id == self.request.request_id
                 self.num_ends, self.refusal = self.num_ends + 1, failure
             case ev.Ended(_, record):
-                assert (record.request_id, type(record.request_id)) == (self.request.request_id, type(self.request.request_id))
+                assert repr(record.request_id) == repr(self.request.request_id)  # 7 and "7" differ
                 self.num_ends, self.record = self.num_ends + 1, record
             case ev.Progress(_, first, token_ids, scores):
                 assert first == len(self.token_ids)
                 self.token_ids += token_ids
-                self.token_turns += [turn] * len(token_ids)
                 if scores is not None:
                     self.scores.extend(scores)
 
@@ -158,22 +165,28 @@ class Stage:
     """
 
     def __init__(self, depth: int = 1, *, pieces: dict[int, str] | None = None, **settings: Any) -> None:
-        defaults = {"num_pages": 320, "page_size": 16, "max_model_len": 256, "max_num_seqs": 16}
+        defaults: dict[str, Any] = {"num_pages": 320, "page_size": 16, "max_model_len": 256, "max_num_seqs": 16}
         defaults |= {"max_num_batched_tokens": 512, "vocab_size": VOCAB, "end_token_ids": (END,)}
         self.config = CoreConfig(**{**defaults, **settings})
         self.pieces = pieces or {}
         self.scheduler = Scheduler(self.config, lambda request: Pieces(self.pieces))
-        self.device = ScriptedDevice(self.config, self._script_of)
+        self.device = ScriptedDevice(self.config, self._script_of, self._on_launch)
         self.inbox = Inbox()
         self.loop = Loop(self.scheduler, self.device, self.inbox, self._publish, steps_in_flight=depth, check=True)
         self.calls: dict[int, Call] = {}
         self.answers: dict[int, object] = {}
-        self.num_turns = 0
         self.events: list[ev.Event] = []
         self._next_ticket = 0
 
+    def _call(self, arrival: int) -> Call:
+        return self.calls[self.scheduler._states[arrival].request.ticket]
+
     def _script_of(self, arrival: int) -> Script:
-        return self.calls[self.scheduler._states[arrival].request.ticket].script
+        return self._call(arrival).script
+
+    def _on_launch(self, plan: StepPlan) -> None:
+        for settings in plan.row_inits:
+            self._call(settings.request).residencies.append(self.scheduler._states[settings.request].num_output)
 
     def _publish(self, events: list[ev.Event]) -> None:
         self.events += events
@@ -182,7 +195,7 @@ class Stage:
                 assert event.ticket not in self.answers, "a command answered twice"
                 self.answers[event.ticket] = event.value
             else:
-                self.calls[event.ticket].take(event, self.num_turns)
+                self.calls[event.ticket].take(event)
 
     # Sending: applied in the next turn
 
@@ -232,20 +245,18 @@ class Stage:
 
     def turn(self, count: int = 1) -> None:
         for _ in range(count):
-            self.num_turns += 1
             self.loop.turn(block=False)
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Turn until it holds."""
+        """Turn until all that was sent is applied and it holds."""
         for _ in range(MAX_TURNS):
-            if holds():
+            if not self.inbox._commands and holds():
                 return
             self.turn()
         raise AssertionError(f"it never came to hold: {self.stats()}")
 
     def run(self) -> None:
         """Turn until every request has ended and nothing is in flight."""
-        self.turn()
         self.until(lambda: not self.num_in_flight and all(call.num_ends for call in self.calls.values()))
 
     def stats(self) -> Stats:
@@ -271,8 +282,8 @@ class Stage:
         assert all(call.num_ends == 1 for call in self.calls.values())
 
 
-def solo(call: Call) -> ev.Record:
-    """The same request, alone, with room for everything, one step at a time: its reference."""
+def solo(call: Call, num_tokens: int | None = None) -> ev.Record:
+    """The same request, alone, with room for everything, one step at a time: its reference. Or only its beginning."""
     config, params = call.stage.config, call.request.params
     stage = Stage(
         max_model_len=min(config.max_num_tokens, config.max_model_len),
@@ -280,28 +291,20 @@ def solo(call: Call) -> ev.Record:
         pieces=call.stage.pieces,
         num_pages=-(-config.max_model_len // config.page_size),
     )
-    if call.record is not None:
-        params = replaced(params, seed=call.record.seed)
+    params = replace(params, seed=call.ended.seed)
+    if num_tokens is not None:
+        params = replace(params, max_tokens=num_tokens, min_tokens=min(num_tokens, params.min_tokens))
     alone = stage.submit(call.request.prompt_token_ids, call.script, params=params, request_id=call.request.request_id)
     stage.run()
     return alone.ended
 
 
-def replaced(params: SamplingParams, **changes: Any) -> SamplingParams:
-    """The same settings but for these."""
-    return SamplingParams(**{**{name: getattr(params, name) for name in params.__struct_fields__}, **changes})
-
-
 def check_equals_solo(call: Call, num_tokens: int | None = None) -> None:
-    """Ids, scores and prompt scores are those of its reference; num_tokens: of the reference's first so many."""
-    record, truth = call.ended, solo(call)
-    count = len(truth.token_ids) if num_tokens is None else num_tokens
-    assert record.token_ids == truth.token_ids[:count]
+    """Ids, scores and prompt scores are those of its reference. num_tokens: it was cut short after so many."""
+    record, truth = call.ended, solo(call, num_tokens)
     assert record.failure is None
-    for scores, true_scores in ((record.scores, truth.scores), (record.prompt_scores, truth.prompt_scores)):
-        assert (scores is None) == (true_scores is None)
-    if record.scores is not None and truth.scores is not None:
-        assert record.scores == truth.scores.cut(0, count)
+    assert record.token_ids == truth.token_ids
+    assert record.scores == truth.scores
     if num_tokens is None:
         assert (record.finish_reason, record.stop) == (truth.finish_reason, truth.stop)
         assert record.prompt_scores == truth.prompt_scores

@@ -20,7 +20,7 @@ FAMILIES = ("llama",)
 def make_tiny(
     family: Annotated[str, typer.Argument(help=f"One of: {', '.join(FAMILIES)}.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; a directory that is new or empty.")],
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the weights.")] = 0,
     max_position_embeddings: Annotated[int, typer.Option(min=1, help="Longest request in tokens.")] = 256,
     num_shards: Annotated[int, typer.Option(min=1, max=16, help="How many files hold the weights.")] = 1,
 ) -> None:

@@ -81,14 +81,12 @@ class Loop:
     def turn(self, block: bool) -> None:
         """Apply what arrived, keep the device busy, commit the oldest step. block: sleep if there is nothing to do."""
         idle = not self._in_flight and not self.scheduler.can_act
-        for command in self._inbox.take(block and idle):
-            if self._journal is not None:
-                self._journal.applied(command)
-            self._publish(self.scheduler.apply(command))
+        self._apply_arrived(block and idle)
         self._launch()
         if self._in_flight:
             plan, ticket = self._in_flight.popleft()
             output = ticket.wait()
+            self._apply_arrived(block=False)  # an abort that came while the step ran goes before its output
             if self._journal is not None:
                 self._journal.committed(output)
             self._publish(self.scheduler.commit(plan, output))
@@ -96,6 +94,12 @@ class Loop:
             assert not self.scheduler.can_act, "requests wait, nothing is in flight, and no step can be planned"
         if self._check:
             self.scheduler.check()
+
+    def _apply_arrived(self, block: bool) -> None:
+        for command in self._inbox.take(block):
+            if self._journal is not None:
+                self._journal.applied(command)
+            self._publish(self.scheduler.apply(command))
 
     def _launch(self) -> None:
         while len(self._in_flight) < self.steps_in_flight:

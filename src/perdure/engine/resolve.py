@@ -12,7 +12,6 @@ from perdure.api.errors import InvalidValue, ModelNotFound
 from perdure.engine.tokenizer import Tokenizer, load_tokenizer
 from perdure.models.default import default_model_path
 from perdure.models.weights import LoadedModel, load_model
-from perdure.ops.linear import linear_invariant, linear_plain
 from perdure.runner.kv_store import kv_bytes_per_page
 from perdure.runner.runner import Runner
 
@@ -72,7 +71,7 @@ def resolve(config: EngineConfig) -> Resolved:
         dtype=config.dtype,
         load_format=config.load_format,
         seed=config.seed,
-        linear=linear_invariant if config.batch_invariant else linear_plain,
+        linear="invariant" if config.batch_invariant else "plain",
     )
     tokenizer = _tokenizer(config, loaded)
     core, page_bytes = _core_config(config, loaded)

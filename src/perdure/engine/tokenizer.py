@@ -73,7 +73,9 @@ class DirectoryTokenizer:
         self.vocab_size = len(self._inner)
         self.bos_token_id: int | None = self._inner.bos_token_id
         self.eos_token_id: int | None = self._inner.eos_token_id
-        self.all_special_ids = tuple(sorted(self._inner.all_special_ids))
+        # `all_special_ids` of transformers are the named ones only; decoding drops every token marked special.
+        marked = (token_id for token_id, token in self._inner.added_tokens_decoder.items() if token.special)
+        self.all_special_ids = tuple(sorted({*self._inner.all_special_ids, *marked}))
         self.adds_bos = self.bos_token_id is not None and self.encode("")[:1] == [self.bos_token_id]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -77,13 +77,12 @@ class Store:
         """The part in order: the first row of each piece, and its rows in the type they are stored in."""
         name = self._name(part)
         num_rows, row_size = part.shape[0], math.prod(part.shape[1:])
-        unit = num_rows // part.rotary_heads if part.rotary_heads else 1
+        interleaved = part.rotary_heads > 0 and self.names == "gguf"
+        unit = num_rows // part.rotary_heads if interleaved else 1  # rows that must come together
         step = max(PIECE_SIZE // row_size // unit, 1) * unit
         for start in range(0, num_rows, step):
             rows = self.files[name].rows(name, start, min(start + step, num_rows))
-            if part.rotary_heads and self.names == "gguf":
-                rows = halves_from_interleaved(rows, unit)
-            yield start, rows
+            yield start, halves_from_interleaved(rows, unit) if interleaved else rows
 
     def _name(self, part: Part) -> str:
         return part.hf if self.names == "hf" else part.gguf

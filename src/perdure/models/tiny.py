@@ -2,8 +2,9 @@
 
 - The same arguments give the same files, byte for byte.
 - Random weights of the usual scale would make every greedy continuation one repeated id with near ties. These are
-  scaled so that it wanders over the vocabulary (over 250 tokens one in thirty at most gets stuck) and the best logit
-  leads by more than 1e-3 at all but 5 in 10,000 positions: two forms that agree to 1e-4 then give equal ids.
+  scaled so that it wanders over the vocabulary (of 100 continuations of 250 tokens about one gets stuck, five if the
+  head is tied) and the best logit leads by more than 1e-3 at all but 5 in 10,000 positions: two forms that agree to
+  1e-4 then give equal ids.
 - The tokenizer is byte-level, so any text can be encoded; its ids never exceed the model's vocabulary.
 """
 
@@ -129,8 +130,9 @@ def _write_tokenizer(directory: Path, vocab_size: int, max_length: int) -> None:
     """256 ids for the bytes, then BOS and EOS, then common pairs of letters until the vocabulary is full."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: token_id for token_id, letter in enumerate(alphabet)} | {BOS: BOS_ID, EOS: EOS_ID}
-    starts = [("\u0120", letter) for letter in "etaoinshrdlucmfwypvbgkqjxz"]  # U+0120 is how a space is spelled
-    pairs = [(first, second) for second in "eanotirsl" for first in "thnrsldcmfgpbvwykuioae"]
+    letters = "etaoinshrdlucmfwypvbgkqjxz"
+    starts = [("\u0120", letter) for letter in letters]  # U+0120 is how a space is spelled
+    pairs = [(first, second) for second in letters[:10] for first in letters]
     merges = [*starts, *pairs][: vocab_size - len(vocabulary)]
     vocabulary |= {first + second: len(vocabulary) + i for i, (first, second) in enumerate(merges)}
 

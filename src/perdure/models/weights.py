@@ -22,7 +22,7 @@ from perdure.models.base import Model, ModelConfig, Parts, joined_shape
 from perdure.models.config import DTYPES, config_from_directory, config_from_gguf, sampling_defaults
 from perdure.models.registry import find_family
 from perdure.models.store import Store, directory_store, gguf_store, open_gguf
-from perdure.ops.linear import LinearForm, linear_invariant
+from perdure.ops.linear import LINEAR_FORMS
 
 LOAD_FORMATS = ("auto", "dummy")
 DUMMY_SCALE = 0.02
@@ -51,11 +51,12 @@ def load_model(
     dtype: str = "auto",
     load_format: str = "auto",
     seed: int = 0,
-    linear: LinearForm = linear_invariant,
+    linear: str = "invariant",
     device: str | torch.device = "cpu",
 ) -> LoadedModel:
     """Build the model at `path`, a Hugging Face directory or a GGUF file.
 
+    linear: the form of its products, a name of `ops.linear.LINEAR_FORMS`.
     load_format "dummy" reads the model's shape only and draws its weights from `seed`.
     """
     if load_format not in LOAD_FORMATS:
@@ -77,7 +78,7 @@ def load_model(
         store.check([part for parts in parameters.values() for part in parts], unread)
         weights = {name: _read(store, parts, chosen, device) for name, parts in parameters.items()}
     return LoadedModel(
-        model=family.build(config, weights, linear),
+        model=family.build(config, weights, LINEAR_FORMS[linear]),
         config=config,
         dtype=chosen,
         num_parameters=sum(weight.numel() for weight in weights.values()),

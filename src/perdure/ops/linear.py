@@ -44,3 +44,10 @@ def linear_reference(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     if b is not None:
         y += b.to(torch.float64)
     return y.to(x.dtype)
+
+
+LINEAR_FORMS: dict[str, LinearForm] = {
+    "invariant": linear_invariant,
+    "plain": linear_plain,
+    "reference": linear_reference,
+}

@@ -19,12 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from perdure.ops.philox import uniforms
-from perdure.ops.select import Floats, kept, largest
+from perdure.ops.select import TINY, Floats, Ids, kept, largest
 
 BLOCK = 64  # ids in one block of the draw's sum; part of the definition of a draw
 SLICE_VALUES = 1 << 18  # values handled at once: 1 MiB
-
-TINY = np.finfo(np.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +30,14 @@ class SamplingColumns:
     """Settings of n rows. excluded: (row, ids) of rows that must not draw some ids."""
 
     temperature: NDArray[np.float32]
-    top_k: NDArray[np.int64]
+    top_k: Ids
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float64]
     seed: NDArray[np.uint64]
-    output_index: NDArray[np.int64]
-    excluded: list[tuple[int, NDArray[np.int64]]]
+    output_index: Ids
+    excluded: list[tuple[int, Ids]]
 
-    def take(self, rows: NDArray[np.int64]) -> SamplingColumns:
+    def take(self, rows: Ids) -> SamplingColumns:
         """The settings of some rows, ascending."""
         new_index = {row: index for index, row in enumerate(rows.tolist())}
         return SamplingColumns(
@@ -58,8 +56,8 @@ class Scores:
     """Scores of one id a row. top_ids and top_scores: the best of each row, best first, ties to the lower id."""
 
     chosen: Floats
-    rank: NDArray[np.int64]
-    top_ids: list[NDArray[np.int64]]
+    rank: Ids
+    top_ids: list[Ids]
     top_scores: list[Floats]
 
 
@@ -69,7 +67,7 @@ def unusable_rows(logits: Floats) -> NDArray[np.bool_]:
     return unusable
 
 
-def sample(logits: Floats, columns: SamplingColumns) -> NDArray[np.int64]:
+def sample(logits: Floats, columns: SamplingColumns) -> Ids:
     """One token a row [n]."""
     tokens = np.empty(len(logits), np.int64)
     excluded = dict(columns.excluded)
@@ -77,15 +75,17 @@ def sample(logits: Floats, columns: SamplingColumns) -> NDArray[np.int64]:
     for row in np.flatnonzero(greedy).tolist():
         tokens[row] = _without(logits[row], excluded.get(row)).argmax()  # numpy's argmax is the first of equals
     drawn = np.flatnonzero(~greedy)
+    if len(drawn) == 0:
+        return tokens
     u = uniforms(columns.seed[drawn], columns.output_index[drawn])
     for part in _slices(len(drawn), logits.shape[1]):
         rows = drawn[part]
         x = _scaled(logits, columns, rows, excluded)
         w = np.exp(x)
         for index, row in enumerate(rows.tolist()):
-            keep = _kept(x[index], w[index], columns, row)
-            if keep is not None:
-                w[index] *= keep
+            ids = _kept(x[index], w[index], columns, row)
+            if ids is not None:
+                w[index] = _only(w[index], ids, 0.0)
         tokens[rows] = draw(w, u[part])
     return tokens
 
@@ -100,13 +100,13 @@ def processed(logits: Floats, columns: SamplingColumns) -> Floats:
             x[row] = -np.inf
             x[row, best] = 0.0
         else:
-            keep = _kept(x[row], np.exp(x[row]), columns, row)
-            if keep is not None:
-                x[row, ~keep] = -np.inf
+            ids = _kept(x[row], np.exp(x[row]), columns, row)
+            if ids is not None:
+                x[row] = _only(x[row], ids, -np.inf)
     return x
 
 
-def draw(w: Floats, u: Floats) -> NDArray[np.int64]:
+def draw(w: Floats, u: Floats) -> Ids:
     """The first id of each row whose cumulative mass exceeds u * total; w [n, V] >= 0 with a positive sum, u [n].
 
     All sums are fp32. Blocks of 64 ids (the last filled with zeros) are summed by halves: x[:32] + x[32:], and so on.
@@ -127,7 +127,7 @@ def draw(w: Floats, u: Floats) -> NDArray[np.int64]:
     return block * BLOCK + np.where(reached.any(axis=1), reached.argmax(axis=1), last)
 
 
-def score(x: Floats, ids: NDArray[np.int64], num_top: NDArray[np.int64]) -> Scores:
+def score(x: Floats, ids: Ids, num_top: Ids) -> Scores:
     """log-softmax of each row of x [n, V] (which may hold -inf) at ids [n], its rank, and the num_top[row] best.
 
     rank = 1 + how many come before it in (value descending, id ascending). num_top < 0 or > V = all.
@@ -171,9 +171,7 @@ def _block_sums(w: Floats) -> Floats:
     return sums
 
 
-def _scaled(
-    logits: Floats, columns: SamplingColumns, rows: NDArray[np.int64], excluded: dict[int, NDArray[np.int64]]
-) -> Floats:
+def _scaled(logits: Floats, columns: SamplingColumns, rows: Ids, excluded: dict[int, Ids]) -> Floats:
     """(logits - largest) / temperature of some rows, -inf where excluded; the largest is subtracted first, so that no
     temperature overflows. A greedy row comes out at temperature 1 or less, and is not used."""
     x = logits[rows]
@@ -182,11 +180,18 @@ def _scaled(
             x[index, excluded[row]] = -np.inf
     x -= x.max(axis=1, keepdims=True)
     with np.errstate(over="ignore"):  # -inf is what a tiny temperature means
-        x /= np.maximum(columns.temperature[rows], TINY)[:, None]
+        x /= np.maximum(columns.temperature[rows], np.float32(TINY))[:, None]
     return x
 
 
-def _kept(x: Floats, w: Floats, columns: SamplingColumns, row: int) -> NDArray[np.bool_] | None:
+def _only(values: Floats, ids: Ids, other: float) -> Floats:
+    """values [V] at ids, another value elsewhere."""
+    result = np.full_like(values, other)
+    result[ids] = values[ids]
+    return result
+
+
+def _kept(x: Floats, w: Floats, columns: SamplingColumns, row: int) -> Ids | None:
     return kept(
         x,
         w,
@@ -196,7 +201,7 @@ def _kept(x: Floats, w: Floats, columns: SamplingColumns, row: int) -> NDArray[n
     )
 
 
-def _without(row: Floats, excluded: NDArray[np.int64] | None) -> Floats:
+def _without(row: Floats, excluded: Ids | None) -> Floats:
     if excluded is None:
         return row
     row = row.copy()

@@ -49,8 +49,9 @@ def kept_ids(
         keep = [id_ for id_ in keep if x[id_] >= border]
     if top_p < 1.0:
         total = p[keep].sum()
+        left = set(keep)
         nucleus: list[int] = []
-        for id_ in (id_ for id_ in order(x) if id_ in set(keep)):
+        for id_ in (id_ for id_ in order(x) if id_ in left):
             nucleus.append(id_)
             if p[nucleus].sum() >= top_p * total:
                 break

@@ -12,6 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+TINY = float(np.finfo(np.float32).tiny)
 
 
 def kth_largest(x: Floats, k: int) -> np.float32:
@@ -21,7 +24,7 @@ def kth_largest(x: Floats, k: int) -> np.float32:
     return kth
 
 
-def largest(x: Floats, k: int) -> NDArray[np.int64]:
+def largest(x: Floats, k: int) -> Ids:
     """Ids of the k largest values, best first, ties to the lower id; 0 <= k <= V."""
     if k == 0:
         return np.empty(0, np.int64)
@@ -31,34 +34,40 @@ def largest(x: Floats, k: int) -> NDArray[np.int64]:
     return ids[np.argsort(-x[ids], kind="stable")]  # ids ascend within a value, and stable keeps that
 
 
-def kept(x: Floats, w: Floats, *, top_k: int, top_p: float, min_p: float) -> NDArray[np.bool_] | None:
-    """Which ids may be drawn, as bool [V]; None = all. x has -inf where an id is excluded already (w = 0 there).
+def kept(x: Floats, w: Floats, *, top_k: int, top_p: float, min_p: float) -> Ids | None:
+    """Ids that may be drawn, ascending; None = all. x is -inf (and w 0) where an id is excluded already.
 
     min_p keeps w >= min_p (the largest w is 1). top_k keeps all that tie with the k-th; 0, -1 and >= V are off.
     top_p keeps, of what these two left and in order, the fewest whose mass reaches top_p of its total.
     """
-    keep: NDArray[np.bool_] | None = None
+    ids: Ids | None = None
     if min_p > 0.0:
-        keep = w >= np.float32(min_p)
-    if 0 < top_k < len(x):
-        best = x >= kth_largest(x, top_k)
-        keep = best if keep is None else keep & best
+        ids = np.flatnonzero(w >= np.float32(min_p))
+        x, w = x[ids], w[ids]
+    if 0 < top_k < len(x):  # what min_p left are the largest, so the k-th of them is the k-th of all
+        ids = _narrow(ids, best := np.flatnonzero(x >= kth_largest(x, top_k)))
+        x, w = x[best], w[best]
     if top_p < 1.0:
-        return _nucleus(x, w if keep is None else np.where(keep, w, np.float32(0.0)), top_p)
-    return keep
+        ids = _narrow(ids, _nucleus(x, w, top_p))
+    return ids
 
 
-def _nucleus(x: Floats, w: Floats, top_p: float) -> NDArray[np.bool_]:
-    """top_p of `kept`; w is 0 where an id was dropped before. Sums in float64."""
+def _narrow(ids: Ids | None, chosen: Ids) -> Ids:
+    """chosen indexes ids, or is ids."""
+    return chosen if ids is None else ids[chosen]
+
+
+def _nucleus(x: Floats, w: Floats, top_p: float) -> Ids:
+    """top_p of `kept`, as ascending indices. Sums in float64."""
     total = float(w.sum(dtype=np.float64))
-    # Together, ids below this floor have less than the mass that may be missing: only the others need to be sorted.
-    floor = np.float32(0.5 * (1.0 - top_p) * total / len(w))
-    candidates = (w >= floor) & (w > 0.0)
-    ordered = np.sort(x[candidates])[::-1].copy()  # contiguous, so that exp takes the same path as in place
+    # Together, what is below this floor has less than the mass that may be missing: only the rest needs to be sorted.
+    floor = np.float32(max(0.5 * (1.0 - top_p) * total / len(w), TINY))
+    candidates = np.flatnonzero(w >= floor)
+    values = x[candidates]
+    ordered = np.sort(values)[::-1].copy()  # contiguous, so that exp takes the same path as in place
     mass = np.cumsum(np.exp(ordered), dtype=np.float64)
     count = min(int(np.searchsorted(mass, top_p * total)) + 1, len(ordered))
     border = ordered[count - 1]
-    keep = candidates & (x > border)
-    tied = np.flatnonzero(candidates & (x == border))
-    keep[tied[: count - int(np.count_nonzero(ordered > border))]] = True
-    return keep
+    keep = values > border
+    keep[np.flatnonzero(values == border)[: count - int(np.count_nonzero(keep))]] = True
+    return candidates[keep]

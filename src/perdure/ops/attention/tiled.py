@@ -27,7 +27,8 @@ from perdure.ops.attention.base import AttentionRows, CacheShape
 QUERY_ALIGNMENT = 8
 MIN_TILE = 64  # positions; 128 was no faster and reads more past the end
 GATHER_BYTES = 8 << 20  # keys and values gathered at once for decode rows: stays in the outer cache
-SCORE_BYTES = 4 << 20  # scores of one block of prompt queries
+PROMPT_BLOCK = 64  # positions of a prompt scored at once: more would score more that the mask then hides
+SCORE_BYTES = 8 << 20  # scores of one block: over a long past it holds fewer positions
 RAGGED = 0.75  # decode rows share a gather if the shorter needs at least this part of the longer
 
 
@@ -52,7 +53,7 @@ class TiledAttention:
         num_tiles = -(-(rows.starts + lengths) // self.tile)
         decode = [self._plan_decode(rows, num_tiles, batch) for batch in self._decode_batches(lengths, num_tiles)]
         prompts = [self._plan_prompt(rows, int(num_tiles[row]), row) for row in np.flatnonzero(lengths > 1).tolist()]
-        return PlannedTiled(self._shape, self.tile, self._scratch, decode, prompts)
+        return PlannedTiled(self._shape, self.tile, self._scratch, int(rows.offsets[-1]), decode, prompts)
 
     def _decode_batches(self, lengths: NDArray[np.int64], num_tiles: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Rows of one query, longest first, cut where a batch would be too ragged or too large."""
@@ -64,16 +65,19 @@ class TiledAttention:
             longest = int(num_tiles[order[0]])
             fit = max(1, GATHER_BYTES // (tile_bytes * longest))
             alike = int(np.count_nonzero(num_tiles[order] >= RAGGED * longest))
-            batches.append(order[: min(fit, alike)])
+            batches.append(np.sort(order[: min(fit, alike)]))  # in packed order, often a plain range
             order = order[min(fit, alike) :]
         return batches
 
     def _plan_decode(self, rows: AttentionRows, num_tiles: NDArray[np.int64], batch: NDArray[np.int64]) -> _Decode:
-        num_keys = int(num_tiles[batch[0]]) * self.tile
+        num_keys = int(num_tiles[batch].max()) * self.tile
         past = np.arange(num_keys) > rows.starts[batch, None]
         mask = np.where(past, np.float32(-np.inf), np.float32(0.0))[:, None, :]  # [B, 1, C]
+        queries = rows.offsets[batch]
+        first, last = int(queries[0]), int(queries[-1])
         return _Decode(
-            queries=torch.from_numpy(rows.offsets[batch]),
+            num_rows=len(batch),
+            queries=slice(first, last + 1) if last - first == len(batch) - 1 else torch.from_numpy(queries),
             num_keys=num_keys,
             gather=self._gather(rows, batch, rows.starts[batch] + 1, num_keys),
             mask=torch.from_numpy(mask),
@@ -83,7 +87,7 @@ class TiledAttention:
         first, last = int(rows.offsets[row]), int(rows.offsets[row + 1])
         start, num_keys = int(rows.starts[row]), num_tiles * self.tile
         budget = SCORE_BYTES // (4 * self._shape.num_heads * num_keys)
-        step = max(QUERY_ALIGNMENT, budget // QUERY_ALIGNMENT * QUERY_ALIGNMENT)
+        step = min(PROMPT_BLOCK, max(QUERY_ALIGNMENT, budget // QUERY_ALIGNMENT * QUERY_ALIGNMENT))
         blocks = []
         for low in range(0, last - first, step):
             high = min(low + step, last - first)
@@ -114,7 +118,8 @@ class TiledAttention:
 class _Decode:
     """B rows of one query each."""
 
-    queries: torch.Tensor  # [B] where they are packed
+    num_rows: int
+    queries: torch.Tensor | slice  # [B] where they are packed
     num_keys: int
     gather: torch.Tensor
     mask: torch.Tensor  # [B, 1, C] 0 or -inf
@@ -149,12 +154,14 @@ class PlannedTiled:
     shape: CacheShape
     tile: int
     scratch: _Scratch
+    num_queries: int  # what comes after them in q is padding
     decode: list[_Decode]
     prompts: list[_Prompt]
 
     def run(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         heads, group, dim = self.shape.num_kv_heads, self.shape.group_size, self.shape.head_dim
-        out = self.scratch.take("out", q.shape[0], heads, group, dim).zero_()
+        out = self.scratch.take("out", q.shape[0], heads, group, dim)
+        out[self.num_queries :] = 0.0
         grouped = q.reshape(-1, heads, group, dim)
         for decode in self.decode:
             self._run_decode(decode, grouped, cache, out)
@@ -164,11 +171,11 @@ class PlannedTiled:
 
     def _run_decode(self, batch: _Decode, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
         heads, group, dim = q.shape[1:]
-        num_rows, padded = len(batch.queries), _ceil_to(group, QUERY_ALIGNMENT)
+        num_rows, padded = batch.num_rows, _ceil_to(group, QUERY_ALIGNMENT)
         keys, values = self._gathered(batch.gather, num_rows, batch.num_keys, cache)
-        queries = self._padded_queries(heads * num_rows, padded)
-        queries.view(heads, num_rows, padded, dim)[:, :, :group] = q[batch.queries].transpose(0, 1)
-        queries *= dim**-0.5
+        queries = self._queries(heads * num_rows, padded)
+        real = queries.view(heads, num_rows, padded, dim)[:, :, :group]
+        torch.mul(q[batch.queries].transpose(0, 1), dim**-0.5, out=real)
         scores = self._scores(queries, keys)
         scores.view(heads, num_rows, padded, -1).add_(batch.mask)
         mixed = self._mix(scores, values).view(heads, num_rows, padded, dim)
@@ -178,21 +185,21 @@ class PlannedTiled:
         heads, group, dim = q.shape[1:]
         keys, values = self._gathered(row.gather, 1, row.num_keys, cache)
         num_rows = (row.last - row.first) * group
-        queries = self._padded_queries(heads, _ceil_to(num_rows, QUERY_ALIGNMENT))
-        queries[:, :num_rows].view(heads, -1, group, dim).copy_(q[row.first : row.last].transpose(0, 1))
-        queries *= dim**-0.5
+        queries = self._queries(heads, _ceil_to(num_rows, QUERY_ALIGNMENT))
+        real = queries[:, :num_rows].unflatten(1, (-1, group))
+        torch.mul(q[row.first : row.last].transpose(0, 1), dim**-0.5, out=real)
         for block in row.blocks:
             high = _ceil_to(block.high * group, QUERY_ALIGNMENT)  # only the last block can need it
             scores = self._scores(queries[:, block.low * group : high], keys[:, : block.num_keys])
-            real = scores[:, : (block.high - block.low) * group, block.masked_from :]
-            real.unflatten(1, (-1, group)).add_(block.mask)
+            masked = scores[:, : (block.high - block.low) * group, block.masked_from :]
+            masked.unflatten(1, (-1, group)).add_(block.mask)
             mixed = self._mix(scores, values)[:, : (block.high - block.low) * group]
             target = out[row.first + block.low : row.first + block.high]
             target.copy_(mixed.unflatten(1, (-1, group)).transpose(0, 1))
 
-    def _padded_queries(self, batch: int, rows: int) -> torch.Tensor:
-        """[batch, rows, D] of zeros."""
-        return self.scratch.take("queries", batch, rows, self.shape.head_dim).zero_()
+    def _queries(self, batch: int, rows: int) -> torch.Tensor:
+        """[batch, rows, D] to be filled. Rows of padding stay what they are, even NaN: nobody reads their results."""
+        return self.scratch.take("queries", batch, rows, self.shape.head_dim)
 
     def _gathered(
         self, gather: torch.Tensor, num_rows: int, num_keys: int, cache: torch.Tensor

@@ -1,0 +1,201 @@
+"""Each command as a user or a script meets it, its streams being pipes: no colour, nothing on stdout but the result."""
+
+import json
+import math
+import re
+
+import pytest
+
+from perdure import LLM, SamplingParams
+
+GREEDY = ("--temperature", "0", "--max-tokens", "12")
+SPEED = r"\d+ prompt tokens, 12 new tokens, [\d.]+ tokens/s, first token after [\d.]+ s\n"
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    """What the Python interface gives for three prompts."""
+    with LLM(str(tiny)) as llm:
+        results = llm.generate(["Hello", "You and me", [1, 2, 3]], SamplingParams(temperature=0, max_tokens=12))
+    return [result.outputs[0] for result in results]
+
+
+def test_generate_prints_the_text_and_its_speed(perdure, tiny, expected):
+    done = perdure("generate", "Hello", "--model", tiny, *GREEDY)
+    assert (done.code, done.out) == (0, expected[0].text + "\n")
+    assert re.fullmatch(SPEED, done.err)
+
+
+def test_generate_several_prompts_in_their_order(perdure, tiny, expected):
+    done = perdure("generate", "Hello", "You and me", "--ids", "1, 2,3", "--model", tiny, *GREEDY)
+    texts = [one.text for one in expected]
+    assert done.out == "==> Hello <==\n{}\n\n==> You and me <==\n{}\n\n==> 1,2,3 <==\n{}\n".format(*texts)
+    assert done.err.count("\n") == 1 and " 36 new tokens" in done.err
+
+
+def test_generate_reads_stdin(perdure, tiny, expected):
+    for line_end in ("", "\n", "\r\n"):
+        assert perdure("generate", "-", "--model", tiny, *GREEDY, stdin=f"Hello{line_end}").out == (
+            expected[0].text + "\n"
+        )
+
+
+def test_generate_json(perdure, tiny, expected):
+    done = perdure("generate", "Hello", "--ids=1,2,3", "--json", "--logprobs", "2", "--model", tiny, *GREEDY)
+    lines = [json.loads(line) for line in done.out.splitlines()]
+    assert [line["token_ids"] for line in lines] == [expected[0].token_ids, expected[2].token_ids]
+    assert [line["text"] for line in lines] == [expected[0].text, expected[2].text]
+    assert len({line["request_id"] for line in lines}) == 2
+    for line in lines:
+        assert line["finish_reason"] == "length" and line["stop_reason"] is None
+        assert [row["token_id"] for row in line["logprobs"]] == line["token_ids"]
+        for row in line["logprobs"]:
+            assert len(row["top"]) == 2 and row["rank"] == 1 and row["logprob"] == row["top"][0]["logprob"] <= 0
+    plain = json.loads(perdure("generate", "Hello", "--json", "--model", tiny, *GREEDY).out)
+    assert set(plain) == {"request_id", "text", "token_ids", "finish_reason", "stop_reason"}
+
+
+def test_generate_stops_at_a_string(perdure, tiny, expected):
+    stop = expected[0].text[4:6]
+    before = expected[0].text.split(stop)[0]
+    done = perdure("generate", "Hello", "--stop", "never", "--stop", stop, "--json", "--model", tiny, *GREEDY)
+    assert json.loads(done.out) | {"finish_reason": "stop", "stop_reason": stop, "text": before} == json.loads(done.out)
+
+
+def test_generate_chat_uses_the_template(perdure, tiny):
+    with LLM(str(tiny)) as llm:
+        [result] = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=12))
+    assert perdure("generate", "--chat", "Hello", "--model", tiny, *GREEDY).out == result.outputs[0].text + "\n"
+
+
+def test_generate_draws_by_the_seed(perdure, tiny):
+    def sample(*options):
+        return perdure("generate", "Hello", "--json", "--max-tokens", "12", "--model", tiny, *options).out
+
+    assert sample() == sample("--seed", "0") == sample("--steps-in-flight", "1", "--page-size", "4")
+    assert sample() != sample("--seed", "1")
+    assert sample("--top-k", "1") == sample("--temperature", "0") == sample("--top-p", "1e-9") == sample("--min-p", "1")
+
+
+def test_generate_goes_past_the_end_if_told(perdure, tiny):
+    """Of many samples some meet the end id; with --ignore-eos all are cut by the length."""
+    prompts = [f"{number}" for number in range(40)]
+    options = ("--json", "--model", tiny, "--max-tokens", "60", "--temperature", "50")
+    ends = [json.loads(line)["finish_reason"] for line in perdure("generate", *prompts, *options).out.splitlines()]
+    assert set(ends) == {"stop", "length"}
+    done = perdure("generate", *prompts, *options, "--ignore-eos")
+    assert {json.loads(line)["finish_reason"] for line in done.out.splitlines()} == {"length"}
+
+
+def test_generate_one_bad_prompt_leaves_the_others(perdure, tiny, expected):
+    prompts = ("Hello", "x" * 600)
+    done = perdure("generate", *prompts, "--model", tiny, *GREEDY)
+    assert done.code == 2 and done.out.startswith(f"==> Hello <==\n{expected[0].text}\n\n==> xxx")
+    assert re.search(r"^perdure: prompt 2: the prompt has 601 tokens, max_model_len is 256$", done.err, re.M)
+    done = perdure("generate", *prompts, "--json", "--model", tiny, *GREEDY)
+    good, bad = map(json.loads, done.out.splitlines())
+    assert (good["token_ids"], bad["finish_reason"], bad["token_ids"]) == (expected[0].token_ids, "error", [])
+    assert "601" in bad["error"]
+
+
+def test_generate_writes_ids_where_there_is_no_tokenizer(perdure, tiny, tmp_path, expected):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((tiny / name).read_bytes())
+    done = perdure("generate", "--ids", "1,2,3", "--model", tmp_path, *GREEDY)
+    assert done.out == ",".join(map(str, expected[2].token_ids)) + "\n"
+    for arguments in (("generate", "Hello"), ("generate", "--chat", "Hello"), ("chat",)):
+        done = perdure(*arguments, "--model", tmp_path)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1) and "tokenizer" in done.err
+
+
+def test_generate_journal(perdure, tiny, tmp_path):
+    journal = tmp_path / "journal"
+    assert perdure("generate", "Hello", "--journal", journal, "--model", tiny, *GREEDY).code == 0
+    assert journal.stat().st_size > 0
+
+
+def test_generate_survives_a_narrow_encoding(perdure, tiny, expected):
+    done = perdure("generate", "Hello", "--model", tiny, *GREEDY, encoding="ascii")
+    assert done.out == expected[0].text.encode("ascii", "backslashreplace").decode() + "\n"
+
+
+def test_logprobs_table(perdure, tiny):
+    with LLM(str(tiny)) as llm:
+        [scores] = llm.logprobs("Hello")
+        ids = llm.tokenizer.encode("Hello")
+    done = perdure("logprobs", "Hello", "--model", tiny)
+    assert (done.code, done.err) == (0, "")
+    head, *rows, total = done.out.splitlines()
+    assert head.split() == ["at", "id", "logprob", "rank", "token"]
+    assert [int(row.split()[1]) for row in rows] == ids
+    assert rows[0].split() == ["0", "256", "-", "-", "'<s>'"]
+    assert [row.split()[2] for row in rows[1:]] == [f"{score:.4f}" for score in scores.chosen]
+    assert [int(row.split()[3]) for row in rows[1:]] == list(scores.rank)
+    assert total == f"sum {sum(scores.chosen):.4f} over {len(scores.chosen)} tokens"
+
+
+def test_logprobs_json_of_ids_and_of_a_continuation(perdure, tiny):
+    whole = json.loads(perdure("logprobs", "--ids", "256,39,481", "--json", "--model", tiny).out)
+    assert [row["token_id"] for row in whole["tokens"]] == [256, 39, 481]
+    assert [row["logprob"] is None for row in whole["tokens"]] == [True, False, False]
+    assert math.isclose(whole["sum"], sum(row["logprob"] for row in whole["tokens"][1:]))
+    text = json.loads(perdure("logprobs", "Hello you", "--json", "--model", tiny).out)
+    part = json.loads(perdure("logprobs", "Hello", "--continuation", " you", "--json", "--model", tiny).out)
+    assert part["tokens"] == text["tokens"][-len(part["tokens"]) :]
+    assert part["sum"] == pytest.approx(sum(row["logprob"] for row in part["tokens"]))
+
+
+def test_info(perdure, tiny):
+    done = perdure("info", "--model", tiny, "--num-pages", "32", "--no-batch-invariant")
+    shown = dict(line.split(None, 1) for line in done.out.splitlines())
+    assert shown["pool"] == "512 tokens, 2 requests of full length"
+    assert (shown["model"], shown["num_pages"], shown["batch_invariant"]) == (str(tiny), "32", "no")
+    assert (shown["parameters"], shown["weights_bytes"]) == ("164,160", "641.2 KiB")
+    found = json.loads(perdure("info", "--model", tiny, "--num-pages", "32", "--json").out)
+    assert set(found) == set(shown) and found["num_pages"] == 32 and found["batch_invariant"] is True
+
+
+def test_info_warns_in_one_line_of_a_small_pool(perdure, tiny):
+    done = perdure("info", "--model", tiny, "--num-pages", "2")
+    assert done.code == 0
+    assert re.fullmatch(r"perdure: warning: the KV pool holds 32 tokens, .*\n", done.err)
+
+
+def test_make_tiny_says_what_it_wrote_and_repeats(perdure, tmp_path):
+    first, second, other = (tmp_path / name for name in ("a", "b", "c"))
+    done = perdure("make-tiny", "llama", first, "--seed", "3")
+    written = sorted(first.iterdir())
+    assert [line.split("  ")[0] for line in done.out.splitlines()] == [str(path) for path in written]
+    perdure("make-tiny", "llama", second, "--seed", "3")
+    assert all((second / path.name).read_bytes() == path.read_bytes() for path in written)
+    perdure("make-tiny", "llama", other, "--seed", "4", "--num-shards", "2", "--max-position-embeddings", "64")
+    assert len(list(other.glob("*.safetensors"))) == 2
+    info = json.loads(perdure("info", "--json", "--model", other).out)
+    assert (info["max_model_len"], info["parameters"]) == (64, 164160)
+
+
+def test_chat_over_a_pipe_keeps_the_conversation(perdure, tiny):
+    with LLM(str(tiny)) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12)
+        messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+        first = llm.chat(messages, params)[0].outputs[0].text
+        messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And?"}]
+        second = llm.chat(messages, params)[0].outputs[0].text
+        [alone] = llm.chat([messages[0], messages[3]], params)
+    options = ("--system", "Be kind.", "--model", tiny, *GREEDY)
+    done = perdure("chat", *options, stdin="Hi\n\nAnd?\n/new\nAnd?\n/quit\nHi\n")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == f"{first}\n{second}\n{alone.outputs[0].text}\n"
+    assert perdure("chat", *options, stdin="Hi\r\nAnd?").out == f"{first}\n{second}\n"
+
+
+def test_chat_ends_when_the_conversation_is_too_long(perdure, tiny):
+    done = perdure("chat", "--model", tiny, *GREEDY, stdin="Hi\n" + "x" * 600 + "\nHi\n")
+    assert done.code == 2 and done.out.count("\n") >= 1
+    assert re.fullmatch(r"perdure: the prompt has \d+ tokens, max_model_len is 256\n", done.err)
+
+
+def test_no_command_shows_the_help(perdure):
+    done = perdure()
+    assert done.code == 0 and all(name in done.out for name in ("generate", "chat", "logprobs", "info", "make-tiny"))
+    assert done.out.strip() == perdure("--help").out.strip()

@@ -1,0 +1,240 @@
+"""What the engine's tests share: settings, prompts, comparing results, and the clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from array import array
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from perdure import SamplingParams
+from perdure.api import command as cmd
+from perdure.api import event as ev
+from perdure.api.output import RequestOutput, Stats
+from perdure.api.plan import StepOutput, StepPlan
+from perdure.api.request import Request
+from perdure.api.scores import TokenScores
+from perdure.engine.engine import Engine
+from perdure.engine.llm import LLM, Call
+from perdure.models.tiny import make_tiny_llama
+from tests.engine.reference import CLEAR_LEAD, Reference
+
+V, L, PAGE = 512, 256, 16
+SCORE_TOLERANCE = 1e-4  # between two right programs, fp32
+FRESH = [11, 22, 33, 44]
+
+
+def settings(**changes: Any) -> SamplingParams:
+    """Greedy, with the chosen scores, not ended by the model's end id."""
+    return SamplingParams(**{"temperature": 0.0, "logprobs": 0, "ignore_eos": True, "max_tokens": 16, **changes})
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Ids without a pattern, the same for the same arguments."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    ids: list[int] = torch.randint(0, V, (length,), generator=generator).tolist()
+    return ids
+
+
+# Comparing
+
+
+def check_reference(output: RequestOutput, ids: Sequence[int], reference: Reference) -> None:
+    """A greedy result against `ref`: ids wherever the best logit leads clearly, which must be everywhere, and scores."""
+    completion = output.outputs[0]
+    assert output.error is None and completion.selected_logprobs is not None
+    truth = reference(ids, len(completion.token_ids))
+    assert min(truth.leads, default=1.0) > CLEAR_LEAD, "this prompt proves nothing: two logits are nearly equal"
+    assert completion.token_ids == truth.token_ids
+    assert len(completion.selected_logprobs) == len(truth.scores)
+    for found, true in zip(completion.selected_logprobs, truth.scores):
+        assert abs(found - true) <= SCORE_TOLERANCE
+
+
+def check_equal(output: RequestOutput, other: RequestOutput, num_tokens: int | None = None) -> None:
+    """Ids, text and all scores bit for bit. num_tokens: `output` was cut short after so many."""
+    one, two = output.outputs[0], other.outputs[0]
+    assert output.error is None and other.error is None
+    count = len(two.token_ids) if num_tokens is None else num_tokens
+    assert one.token_ids == two.token_ids[:count] and len(one.token_ids) == count
+    check_scores_equal(one.logprobs, None if two.logprobs is None else two.logprobs.cut(0, count))
+    if num_tokens is None:
+        assert (one.text, one.finish_reason, one.stop_reason) == (two.text, two.finish_reason, two.stop_reason)
+        check_scores_equal(output.prompt_logprobs, other.prompt_logprobs)
+
+
+def check_scores_equal(one: TokenScores | None, two: TokenScores | None) -> None:
+    """Every column, bit for bit."""
+    assert (one is None) == (two is None)
+    if one is None or two is None:
+        return
+    for name in TokenScores.COLUMNS:
+        left, right = getattr(one, name), getattr(two, name)
+        same = left.tobytes() == right.tobytes() if isinstance(left, array) else left == right
+        assert same, f"{name} differs"
+
+
+def whole_rows(scores: TokenScores | None) -> torch.Tensor:
+    """Scores asked with -1, as [entries, V] in order of id."""
+    assert scores is not None and set(scores.num_top) == {V}
+    ids = torch.tensor(scores.top_ids).view(-1, V)
+    values = torch.tensor(scores.top_scores).view(-1, V)
+    return torch.empty_like(values).scatter_(1, ids, values)
+
+
+def pressure(output: RequestOutput) -> tuple[int, int]:
+    """How often this request was evicted, and paused."""
+    assert output.metrics is not None
+    return output.metrics.num_evictions, output.metrics.num_pauses
+
+
+# The clean end
+
+
+def stats_of(engine: Engine) -> Stats:
+    found = engine.ask(cmd.GetStats).result(timeout=60)
+    assert isinstance(found, Stats)
+    return found
+
+
+def check_clean_end(engine: Engine, reference: Reference) -> None:
+    """Nothing is left of anything; a fresh request equals its reference; and nothing is left of that."""
+    _check_empty(engine)
+    call = Call()
+    request = Request("fresh", engine.ticket(), FRESH, settings(max_tokens=6))
+    engine.submit([(request, call.receiver(request))])
+    end = call.wait(1)[request.ticket]
+    assert isinstance(end, ev.Ended) and end.record.token_ids == reference(FRESH, 6).token_ids
+    _check_empty(engine)
+
+
+def _check_empty(engine: Engine) -> None:
+    stats = stats_of(engine)
+    assert stats.state == "running"
+    assert stats.num_free_pages == stats.num_pages
+    assert stats.num_running == stats.num_waiting == stats.num_paused == 0
+    assert not engine._receivers, "somebody still waits"
+
+
+# Doing several things at once
+
+
+class Brake:
+    """Stops the device between two steps, so that what a test does meanwhile has an exact place among them."""
+
+    def __init__(self, engine: Engine) -> None:
+        runner, scheduler = engine.resolved.runner, engine._loop.scheduler
+        self._execute, self._commit = runner.execute, scheduler.commit
+        self._changed = threading.Condition()
+        self._left: int | None = None
+        """Steps that may still run; None = as many as there are."""
+        self._is_held = False
+        self._num_uncommitted = 0
+        runner.execute = self._braked  # type: ignore[method-assign]
+        scheduler.commit = self._committed  # type: ignore[method-assign]
+
+    def hold(self, after: int) -> None:
+        """Let so many more steps run."""
+        with self._changed:
+            self._left = after
+
+    def wait_until_held(self) -> None:
+        """Until a step stands before the brake, and the core knows what came of all before it."""
+        with self._changed:
+            stands = self._changed.wait_for(lambda: self._is_held and not self._num_uncommitted, timeout=60)
+            assert stands, "no further step came"
+
+    def release(self) -> None:
+        with self._changed:
+            self._left = None
+            self._changed.notify_all()
+
+    def _braked(self, plan: StepPlan) -> StepOutput:
+        with self._changed:
+            self._is_held = self._left == 0
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._left != 0, timeout=60), "the brake was never released"
+            self._is_held = False
+            if self._left is not None:
+                self._left -= 1
+            self._num_uncommitted += 1
+        return self._execute(plan)
+
+    def _committed(self, plan: StepPlan, output: StepOutput) -> list[ev.Event]:
+        told = self._commit(plan, output)
+        with self._changed:
+            self._num_uncommitted -= 1
+            self._changed.notify_all()
+        return told
+
+
+def run_async(work: Coroutine[Any, Any, None]) -> None:
+    """Run an asynchronous test."""
+    asyncio.run(asyncio.wait_for(work, timeout=120))
+
+
+def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Start the work on a thread of its own; calling the result waits for what it returned, or raises what it raised."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.extend((work(), None))
+        except BaseException as error:
+            outcome.extend((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(timeout=120)
+        assert outcome, "the call never returned"
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    return result
+
+
+def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for something another thread does."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it never came to hold"
+        time.sleep(0.0005)
+
+
+def until_stats(llm: LLM, holds: Callable[[Stats], bool]) -> None:
+    until(lambda: holds(llm.stats()))
+
+
+# Models
+
+
+def constant_model(directory: Path, logits: Sequence[float], **shape: Any) -> Path:
+    """A model whose logits are these whatever the context, so that a distribution can be tested through an engine.
+
+    Its layers add nothing, every embedding is the same, and row i of the head gives logit i from one feature of it.
+    """
+    make_tiny_llama(directory, vocab_size=len(logits), num_layers=1, **shape)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight") or name == "model.embed_tokens.weight":
+            tensor.fill_(1.0)
+        elif name == "lm_head.weight":
+            tensor.zero_()
+            tensor[:, 0] = torch.tensor(logits)
+        else:
+            tensor.zero_()
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.0}))
+    return directory

@@ -1,0 +1,105 @@
+"""`ref` of the cases: a plain Llama in float64, a full forward for every token, no cache, no pages, no batch.
+
+It shares no code with the engine but the reader of tensors, so equality with it is not equality with ourselves.
+
+Shapes: N positions, V vocabulary, Hq query heads, Hkv key heads, D head size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import silu
+
+CLEAR_LEAD = 1e-3
+"""Ids are compared only where the best logit leads by more: two right programs may differ below it."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Greedy ids, each one's score and the lead of its logit over the second best."""
+
+    token_ids: list[int]
+    scores: list[float]
+    leads: list[float]
+
+
+class Reference:
+    """The model of a directory made by `make_tiny_llama`, without biases or rope scaling."""
+
+    def __init__(self, directory: Path) -> None:
+        self._config = json.loads((directory / "config.json").read_text())
+        self._weights = {name: w.double() for name, w in load_file(directory / "model.safetensors").items()}
+        self._known: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(self, prompt: Sequence[int], num_tokens: int) -> Continuation:
+        """ref(ids, n)"""
+        ids, found = list(prompt), Continuation([], [], [])
+        for _ in range(num_tokens):
+            last = self._last(ids)
+            best, second = last.topk(2).values.tolist()
+            token = int(last.argmax())
+            found.token_ids.append(token)
+            found.scores.append(best - float(last.logsumexp(-1)))
+            found.leads.append(best - second)
+            ids.append(token)
+        return found
+
+    def scores(self, ids: Sequence[int]) -> Tensor:
+        """log-softmax [N, V] of the logits at every position."""
+        return self.logits(ids).log_softmax(-1)
+
+    def _last(self, ids: list[int]) -> Tensor:
+        key = tuple(ids)
+        if key not in self._known:
+            self._known[key] = self.logits(ids)[-1].clone()
+        return self._known[key]
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """[N, V]"""
+        c, w = self._config, self._weights
+        x = w["model.embed_tokens.weight"][list(ids)]
+        rotate = self._rotation(len(ids))
+        for layer in range(c["num_hidden_layers"]):
+            name = f"model.layers.{layer}"
+            h = self._norm(x, f"{name}.input_layernorm")
+            q, k, v = (self._heads(h, f"{name}.self_attn.{part}_proj") for part in "qkv")
+            x = x + self._attend(rotate(q), rotate(k), v) @ w[f"{name}.self_attn.o_proj.weight"].T
+            h = self._norm(x, f"{name}.post_attention_layernorm")
+            gate, up = (h @ w[f"{name}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+            x = x + (silu(gate) * up) @ w[f"{name}.mlp.down_proj.weight"].T
+        return self._norm(x, "model.norm") @ w["lm_head.weight"].T
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        scale = (x.square().mean(-1, keepdim=True) + self._config["rms_norm_eps"]).rsqrt()
+        return x * scale * self._weights[f"{name}.weight"]
+
+    def _heads(self, x: Tensor, name: str) -> Tensor:
+        """[heads, N, D]"""
+        return (x @ self._weights[f"{name}.weight"].T).unflatten(-1, (-1, self._config["head_dim"])).transpose(0, 1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of [Hq, N, D] over [Hkv, N, D]; gives [N, Hq * D]."""
+        group = q.shape[0] // k.shape[0]
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
+        future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        return (scores.masked_fill(future, -math.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+    def _rotation(self, length: int):  # type: ignore[no-untyped-def]
+        half = self._config["head_dim"] // 2
+        frequencies = self._config["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies  # [N, D / 2]
+
+        def rotate(x: Tensor) -> Tensor:
+            low, high = x[..., :half], x[..., half:]
+            return torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], -1)
+
+        return rotate

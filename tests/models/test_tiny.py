@@ -1,0 +1,58 @@
+"""Tiny checkpoints do what tests rely on: same files from the same seed, clear best logits, varied continuations."""
+
+import pytest
+import torch
+
+from perdure.api.errors import InvalidValue
+from perdure.models.tiny import make_tiny_llama
+from perdure.models.weights import load_model
+
+NUM_SEQUENCES, LENGTH = 64, 120
+
+
+@torch.inference_mode()
+def _wander(loaded) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy ids of many sequences side by side, [LENGTH, NUM_SEQUENCES], and the lead of each over the second best."""
+    shape = loaded.config
+    keys = torch.zeros(shape.num_layers, LENGTH, NUM_SEQUENCES, shape.num_kv_heads, shape.head_dim)
+    values = torch.zeros_like(keys)
+    fed = torch.randint(0, shape.vocab_size, (NUM_SEQUENCES,), generator=torch.Generator().manual_seed(0))
+    ids, leads = [], []
+    for position in range(LENGTH):
+
+        def attend(layer, q, k, v, position=position):
+            keys[layer, position], values[layer, position] = k, v
+            past = (cache[layer, : position + 1].permute(1, 2, 0, 3) for cache in (keys, values))
+            mixed = torch.nn.functional.scaled_dot_product_attention(q.unsqueeze(2), *past, enable_gqa=True)
+            return mixed.squeeze(2)
+
+        positions = torch.full((NUM_SEQUENCES,), position)
+        best = loaded.model.logits(loaded.model.forward(fed, positions, attend)).topk(2)
+        fed = best.indices[:, 0]
+        ids.append(fed)
+        leads.append(best.values[:, 0] - best.values[:, 1])
+    return torch.stack(ids), torch.stack(leads)
+
+
+@pytest.mark.parametrize("shape", [{}, {"tie": True}, {"seed": 1, "num_layers": 4}], ids=str)
+def test_greedy_is_clear_and_varied(tmp_path, shape):
+    ids, leads = _wander(load_model(make_tiny_llama(tmp_path, **shape)))
+    assert (leads > 1e-3).float().mean() > 0.999
+    distinct = torch.tensor([len(set(sequence)) / LENGTH for sequence in ids.T.tolist()])
+    assert distinct.mean() > 0.4
+    assert (distinct > 0.2).float().mean() > 0.85, "few get stuck"
+    assert len(ids.unique()) > 300
+
+
+def test_the_same_arguments_give_the_same_bytes(tmp_path):
+    first, second, other = (
+        make_tiny_llama(tmp_path / name, seed=seed) for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    )
+    for file in sorted(first.iterdir()):
+        assert file.read_bytes() == (second / file.name).read_bytes(), file.name
+    assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
+
+
+def test_a_vocabulary_without_room_for_bytes_is_refused(tmp_path):
+    with pytest.raises(InvalidValue, match="vocab_size=256 leaves no room"):
+        make_tiny_llama(tmp_path, vocab_size=256)
