@@ -50,6 +50,17 @@ def run_main(
     return Finished(code, *printed)
 
 
+@pytest.fixture(scope="package", autouse=True)
+def one_thread():
+    """So small a model gains nothing from several, and they wait for one another wherever cores are shared."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def perdure() -> Callable[..., Finished]:
     return run_main

@@ -47,10 +47,10 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def check_reference(output: RequestOutput, ids: Sequence[int], reference: Reference) -> None:
-    """A greedy result against `ref`: ids wherever the best logit leads clearly, which must be everywhere, and scores."""
+    """A greedy result against `ref`: ids, where the best logit must lead clearly at each position, and scores."""
     completion = output.outputs[0]
     assert output.error is None and completion.selected_logprobs is not None
-    truth = reference(ids, len(completion.token_ids))
+    truth = reference.judge(ids, completion.token_ids)
     assert min(truth.leads, default=1.0) > CLEAR_LEAD, "this prompt proves nothing: two logits are nearly equal"
     assert completion.token_ids == truth.token_ids
     assert len(completion.selected_logprobs) == len(truth.scores)
@@ -181,7 +181,7 @@ def run_async(work: Coroutine[Any, Any, None]) -> None:
 
 
 def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Start the work on a thread of its own; calling the result waits for what it returned, or raises what it raised."""
+    """Start the work on a thread; calling the result waits for what it returned, or raises what it raised."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -236,5 +236,5 @@ def constant_model(directory: Path, logits: Sequence[float], **shape: Any) -> Pa
             tensor.zero_()
     save_file(tensors, path, metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.0}))
+    (directory / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-30}))
     return directory

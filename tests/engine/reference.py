@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,30 +37,30 @@ class Reference:
     def __init__(self, directory: Path) -> None:
         self._config = json.loads((directory / "config.json").read_text())
         self._weights = {name: w.double() for name, w in load_file(directory / "model.safetensors").items()}
-        self._known: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(self, prompt: Sequence[int], num_tokens: int) -> Continuation:
         """ref(ids, n)"""
-        ids, found = list(prompt), Continuation([], [], [])
+        ids = list(prompt)
         for _ in range(num_tokens):
-            last = self._last(ids)
-            best, second = last.topk(2).values.tolist()
-            token = int(last.argmax())
-            found.token_ids.append(token)
-            found.scores.append(best - float(last.logsumexp(-1)))
-            found.leads.append(best - second)
-            ids.append(token)
-        return found
+            ids.append(int(self.logits(ids)[-1].argmax()))
+        return self.judge(prompt, ids[len(prompt) :])
+
+    def judge(self, prompt: Sequence[int], token_ids: Sequence[int]) -> Continuation:
+        """The best id at each of these output positions, given the ids before it.
+
+        If these equal the ids, the ids are `ref(prompt, n)`: a later position never changes an earlier one's logits. So
+        one forward judges a whole output.
+        """
+        if not token_ids:
+            return Continuation([], [], [])
+        rows = self.logits([*prompt, *token_ids])[len(prompt) - 1 : -1]
+        best, ids = rows.topk(2).values, rows.argmax(-1)
+        scores = best[:, 0] - rows.logsumexp(-1)
+        return Continuation(ids.tolist(), scores.tolist(), (best[:, 0] - best[:, 1]).tolist())
 
     def scores(self, ids: Sequence[int]) -> Tensor:
         """log-softmax [N, V] of the logits at every position."""
         return self.logits(ids).log_softmax(-1)
-
-    def _last(self, ids: list[int]) -> Tensor:
-        key = tuple(ids)
-        if key not in self._known:
-            self._known[key] = self.logits(ids)[-1].clone()
-        return self._known[key]
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """[N, V]"""
@@ -78,12 +78,14 @@ class Reference:
         return self._norm(x, "model.norm") @ w["lm_head.weight"].T
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        scale = (x.square().mean(-1, keepdim=True) + self._config["rms_norm_eps"]).rsqrt()
-        return x * scale * self._weights[f"{name}.weight"]
+        scale: Tensor = (x.square().mean(-1, keepdim=True) + self._config["rms_norm_eps"]).rsqrt()
+        y: Tensor = x * scale * self._weights[f"{name}.weight"]
+        return y
 
     def _heads(self, x: Tensor, name: str) -> Tensor:
         """[heads, N, D]"""
-        return (x @ self._weights[f"{name}.weight"].T).unflatten(-1, (-1, self._config["head_dim"])).transpose(0, 1)
+        y: Tensor = x @ self._weights[f"{name}.weight"].T
+        return y.view(len(x), -1, self._config["head_dim"]).transpose(0, 1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of [Hq, N, D] over [Hkv, N, D]; gives [N, Hq * D]."""
@@ -93,10 +95,11 @@ class Reference:
         future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
         return (scores.masked_fill(future, -math.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
 
-    def _rotation(self, length: int):  # type: ignore[no-untyped-def]
+    def _rotation(self, length: int) -> Callable[[Tensor], Tensor]:
         half = self._config["head_dim"] // 2
-        frequencies = self._config["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies  # [N, D / 2]
+        # Angles are rounded to fp32 by everybody who runs such models: that rounding belongs to the model.
+        frequencies = 1.0 / self._config["rope_theta"] ** (torch.arange(half, dtype=torch.float32) / half)
+        angles = (torch.arange(length, dtype=torch.float32)[:, None] * frequencies).double()  # [N, D / 2]
 
         def rotate(x: Tensor) -> Tensor:
             low, high = x[..., :half], x[..., half:]

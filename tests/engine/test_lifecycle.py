@@ -129,7 +129,7 @@ def test_T02_an_id_is_free_in_the_turn_of_its_abort(depth: int, make_async: Make
 def test_T03_an_aborted_request_gives_what_it_has(
     kind: Any, depth: int, make_async: MakeAsync, reference: Reference, solo: Solo
 ) -> None:
-    """One last part, reason abort, at least the 5 delivered ids with the scores of the undisturbed run, and their text."""
+    """One last part, reason abort, at least the 5 ids delivered, with the undisturbed run's scores, and their text."""
     params = settings(max_tokens=40, logprobs=3, prompt_logprobs=0, output_kind=kind)
 
     async def main() -> None:
@@ -244,7 +244,8 @@ def test_T07_aborts_of_what_is_not_there_do_nothing(make_llm: MakeLLM, reference
     brake.hold(after=3)
     call = in_thread(lambda: llm.generate([A, prompt(7)], settings(), request_ids=["abc", "gone"]))
     brake.wait_until_held()
-    for ids in ("", "unknown", "done", "ab", ["ABC", 0, -1], "gone", ["gone", "gone"], []):
+    strangers: list[RequestId | list[RequestId]] = ["", "unknown", "done", "ab", ["ABC", 0, -1], []]
+    for ids in (*strangers, "gone", ["gone", "gone"]):
         llm.abort(ids)
     brake.release()
     kept, gone = call()

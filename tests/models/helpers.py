@@ -30,7 +30,7 @@ from perdure.models.base import Model, Part
 from perdure.models.config import config_from_directory, config_from_gguf
 from perdure.models.gguf_file import GGUFFile
 from perdure.models.llama import parameters
-from perdure.models.store import directory_store, gguf_store, halves_from_interleaved
+from perdure.models.store import directory_store, gguf_store
 from perdure.ops.rope import inverse_frequencies
 
 
@@ -119,13 +119,18 @@ def convert_stories260k(weights_path: Path, tokenizer_path: Path, directory: Pat
         ):
             for layer, tensor in enumerate(take(num_layers, *shape)):
                 is_rotary = name.endswith(("q_proj", "k_proj"))
-                stored = halves_from_interleaved(tensor, head_dim) if is_rotary else tensor.clone()
+                stored = _halves_from_interleaved(tensor, head_dim) if is_rotary else tensor.clone()
                 tensors[f"model.layers.{layer}.{name}.weight"] = stored
         tensors["model.norm.weight"] = take(dim)
     save_file(tensors, directory / "model.safetensors")
     _write_json(directory / "config.json", config)
     _write_sentencepiece(tokenizer_path, vocab_size, directory)
     return directory
+
+
+def _halves_from_interleaved(rows: Tensor, head_dim: int) -> Tensor:
+    """Each head's rows from pairs (i and i + D/2 side by side) to halves."""
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _write_sentencepiece(path: Path, vocab_size: int, directory: Path) -> None:

@@ -44,12 +44,8 @@ def test_pack_lays_rows_out_in_the_plans_order(model):
     driver.admit(2, 9)
     driver.admit(5, 3)
     driver.admit(1, 4)
-    driver.plan_rows = [
-        Row(5),
-        Row(2, [11, 12, 13], start=6, targets=[13, 14], target_start=8),
-        Row(1, [7], sample=False),
-    ]
-    plan = driver.plan(*driver.plan_rows)
+    scored = Row(2, [11, 12, 13], start=6, targets=[13, 14], target_start=8)
+    plan = driver.plan(Row(5), scored, Row(1, [7], sample=False))
     rows.apply(plan)
     rows.advance(np.array([5]), np.array([17]))
     rows.last_token[5] = 42

@@ -25,8 +25,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
-PIECE_SIZE = 1 << 18
-"""Elements converted at once: few enough to stay in a core's cache, enough that the loop costs nothing."""
+PIECE_SIZE = 1 << 15
+"""Elements converted at once: as many as torch still copies on the calling thread. Waking others for so little work
+makes a load several times longer on a busy machine, and gains nothing on an idle one."""
 
 
 class StoredTensor(Protocol):
@@ -75,22 +76,21 @@ class Store:
 
     def pieces(self, part: Part) -> Iterator[tuple[int, Tensor]]:
         """The part in order: the first row of each piece, and its rows in the type they are stored in."""
-        name = self._name(part)
-        num_rows, row_size = part.shape[0], math.prod(part.shape[1:])
-        interleaved = part.rotary_heads > 0 and self.names == "gguf"
-        unit = num_rows // part.rotary_heads if interleaved else 1  # rows that must come together
-        step = max(PIECE_SIZE // row_size // unit, 1) * unit
+        name, num_rows = self._name(part), part.shape[0]
+        file = self.files[name]
+        if part.rotary_heads and self.names == "gguf":
+            head_dim = num_rows // part.rotary_heads
+            for start in range(0, num_rows, head_dim):
+                pairs = file.rows(name, start, start + head_dim)  # rows i and i + head_dim / 2 lie side by side
+                yield start, pairs[0::2]
+                yield start + head_dim // 2, pairs[1::2]
+            return
+        step = max(PIECE_SIZE // math.prod(part.shape[1:]), 1)
         for start in range(0, num_rows, step):
-            rows = self.files[name].rows(name, start, min(start + step, num_rows))
-            yield start, halves_from_interleaved(rows, unit) if interleaved else rows
+            yield start, file.rows(name, start, min(start + step, num_rows))
 
     def _name(self, part: Part) -> str:
         return part.hf if self.names == "hf" else part.gguf
-
-
-def halves_from_interleaved(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows of whole heads from pairs (i, i + D/2 side by side) to halves (first all i, then all i + D/2)."""
-    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def open_gguf(path: Path) -> GGUFFile:

@@ -5,7 +5,8 @@ a decode step or part of a prompt. Why (each point is tested; the first two were
 - A dot product over D has one order of sums whatever the numbers of queries and keys, if both are multiples of 8.
   Queries are padded to that, the heads of a group are queries, and keys come in whole tiles.
 - softmax sums a row in lanes, so keys appended with weight 0 change nothing.
-- Values are summed over tiles at absolute positions, one product of fixed depth a tile, in order.
+- Values are summed over tiles at absolute positions, one product of fixed depth a tile, in order. (One product over all
+  keys would not do: MKL splits a depth by its size, and appended zeros then move bits; seen between 192 and 256.)
 - What lies past a query (later positions, cleared ones, a filler page) has weight exactly 0 and finite values. The
   filler is the row's own first page, so one row's NaN cannot reach another.
 The number of threads is part of the bits, as is the library.
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from perdure.ops.attention.base import AttentionRows, CacheShape
 
 QUERY_ALIGNMENT = 8
-MIN_TILE = 64  # positions; 128 was no faster and reads more past the end
+MIN_TILE = 64  # positions; 128 saves a product here and there, and reads more past the end
 GATHER_BYTES = 8 << 20  # keys and values gathered at once for decode rows: stays in the outer cache
 PROMPT_BLOCK = 64  # positions of a prompt scored at once: more would score more that the mask then hides
 SCORE_BYTES = 8 << 20  # scores of one block: over a long past it holds fewer positions
