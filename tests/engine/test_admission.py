@@ -197,7 +197,7 @@ def test_T20_an_id_between_tokenizer_and_logits_is_valid(
 def test_T21_the_length_limit(
     length: int, max_tokens: int | None, make_llm: MakeLLM, make_async: MakeAsync, reference: Reference
 ) -> None:
-    """255: exactly one token. 256 and 257: refused, the message has limit and length, no forward. The next one works."""
+    """255: exactly one token. 256 and 257: refused with limit and length, without a forward. The next one works."""
     llm = make_llm()
     ids, params = prompt(length), settings(max_tokens=max_tokens)
     if length == 255:

@@ -117,6 +117,9 @@ def test_T48_ties_and_large_logits(make_llm: MakeLLM, tmp_path: Path) -> None:
         assert all(math.isfinite(score) for score in output.outputs[0].selected_logprobs or [math.nan])
 
 
+OFF = (0, -1, 512, 513, 10**7)
+
+
 def chi_squared_limit(freedom: int) -> float:
     """The value exceeded with probability 1e-3 (Wilson and Hilferty's approximation)."""
     return freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
@@ -127,10 +130,13 @@ def test_T49_top_k_mixed_in_one_batch(make_llm: MakeLLM, tmp_path: Path) -> None
     generator = torch.Generator().manual_seed(0)
     logits: list[float] = torch.randn(V, generator=generator).tolist()
     llm = make_llm(constant_model(tmp_path / "drawn", logits), max_num_seqs=128, num_pages=2048)
-    off = [settings(temperature=1.0, top_k=k, seed=s, max_tokens=250, logprobs=None) for k in OFF for s in range(16)]
-    special = [settings(temperature=1.0, top_k=k, seed=1, max_tokens=250, logprobs=None) for k in (1, 4)]
+    drawn = {"temperature": 1.0, "max_tokens": 250, "logprobs": None}
+    off = [settings(**drawn, top_k=k, seed=16 * n + s) for n, k in enumerate(OFF) for s in range(16)]
+    special = [settings(**drawn, top_k=k, seed=1) for k in (1, 4)]
     greedy = settings(temperature=0.0, max_tokens=250, logprobs=None)
-    outputs = llm.generate([[index % V] for index in range(82)] + [[5]], [*off, *special, greedy])
+    one_seed = [settings(**drawn, top_k=k, seed=1000) for k in OFF]
+    params = [*off, *special, greedy, *one_seed]
+    outputs = llm.generate([[index] for index in range(len(params))], params)
 
     counts, truth = torch.zeros(V), torch.tensor(logits).double().softmax(0)
     for output in outputs[:80]:
@@ -142,16 +148,14 @@ def test_T49_top_k_mixed_in_one_batch(make_llm: MakeLLM, tmp_path: Path) -> None
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
     assert float(((observed - expected) ** 2 / expected).sum()) < chi_squared_limit(len(expected) - 1)
 
-    one, four, zero = ({*output.outputs[0].token_ids} for output in outputs[80:])
+    one, four, zero = ({*output.outputs[0].token_ids} for output in outputs[80:83])
     assert one == zero == {int(truth.argmax())}
     assert four == {*truth.topk(4).indices.tolist()}
-
-
-OFF = (0, -1, 512, 513, 10**7)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs[83:]}) == 1
 
 
 def test_T49_ties_at_the_border_are_all_kept(make_llm: MakeLLM, tmp_path: Path) -> None:
-    """Four ids tie for the second place: top_k 2 to 5 keep all five, top_k 1 the best; of ties for the best, the lowest."""
+    """Four ids tie for the second place: top_k 2 to 5 keep them all beside the best, top_k 1 keeps the best alone."""
     logits = [-20.0] * V
     logits[100] = 1.0
     for tied in (5, 50, 300, 511):
