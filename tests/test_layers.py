@@ -2,8 +2,8 @@
 
 Every import counts, also those inside functions and under TYPE_CHECKING. `api`, `core` and `coordinator` name no tensor
 library and import only one another, downwards, so none of them reaches one through another module either.
-Exempt are `perdure/__init__.py`, a table of lazy names, `perdure/__main__.py`, which calls the command line, and by name
-one import: `make-tiny` uses no engine, it calls the writer of tiny checkpoints.
+Exempt are `perdure/__init__.py`, a table of lazy names, `perdure/__main__.py`, which calls the command line, and one
+import by name: `make-tiny` uses no engine, it calls the writer of tiny checkpoints.
 """
 
 import ast

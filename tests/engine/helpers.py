@@ -7,7 +7,8 @@ import json
 import threading
 import time
 from array import array
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -218,23 +219,30 @@ def until_stats(llm: LLM, holds: Callable[[Stats], bool]) -> None:
 # Models
 
 
+@contextmanager
+def changed_tensors(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """The stored tensors of a directory, to be changed in place; written back at the end."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    yield tensors
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def constant_model(directory: Path, logits: Sequence[float], **shape: Any) -> Path:
     """A model whose logits are these whatever the context, so that a distribution can be tested through an engine.
 
     Its layers add nothing, every embedding is the same, and row i of the head gives logit i from one feature of it.
     """
     make_tiny_llama(directory, vocab_size=len(logits), num_layers=1, **shape)
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    for name, tensor in tensors.items():
-        if name.endswith("norm.weight") or name == "model.embed_tokens.weight":
-            tensor.fill_(1.0)
-        elif name == "lm_head.weight":
-            tensor.zero_()
-            tensor[:, 0] = torch.tensor(logits)
-        else:
-            tensor.zero_()
-    save_file(tensors, path, metadata={"format": "pt"})
+    with changed_tensors(directory) as tensors:
+        for name, tensor in tensors.items():
+            if name.endswith("norm.weight") or name == "model.embed_tokens.weight":
+                tensor.fill_(1.0)
+            elif name == "lm_head.weight":
+                tensor.zero_()
+                tensor[:, 0] = torch.tensor(logits)
+            else:
+                tensor.zero_()
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-30}))
     return directory

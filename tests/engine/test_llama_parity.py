@@ -16,7 +16,7 @@ from torch import Tensor
 from perdure import LLM
 from perdure.models.tiny import make_tiny_llama
 from tests.engine.conftest import MakeLLM
-from tests.engine.helpers import SCORE_TOLERANCE, prompt, settings, whole_rows
+from tests.engine.helpers import SCORE_TOLERANCE, changed_tensors, prompt, settings, whole_rows
 from tests.engine.reference import CLEAR_LEAD
 
 LLAMA3 = {
@@ -55,7 +55,12 @@ class Oracle:
 
 @pytest.fixture(scope="module", params=SHAPES)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("parity"), **SHAPES[request.param])
+    made = make_tiny_llama(tmp_path_factory.mktemp("parity"), **SHAPES[request.param])
+    # Logits of the size that real models have: an error of 1e-4 is then 30 times the rounding of the largest.
+    with changed_tensors(made) as tensors:
+        if (head := tensors.get("lm_head.weight")) is not None:
+            head *= 0.5
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +70,12 @@ def oracle(directory: Path) -> Oracle:
 
 @pytest.mark.parametrize("budget", [512, 32, 7])
 def test_logits_of_prefill_chunks_and_decode(budget: int, directory: Path, oracle: Oracle, make_llm: MakeLLM) -> None:
-    """Every position of a prompt, in one piece and in chunks of 32 and 7, and of 20 decoded tokens after it: to 1e-4."""
+    """Every position of a prompt, whole and in chunks of 32 and 7, and of 20 tokens decoded after it: to 1e-4."""
     llm, ids = make_llm(directory, max_num_batched_tokens=budget), prompt(100)
     (output,) = llm.generate([ids], settings(max_tokens=20, logprobs=-1, prompt_logprobs=-1))
     of_prompt, of_output = whole_rows(output.prompt_logprobs), whole_rows(output.outputs[0].logprobs)
     truth = oracle.scores([*ids, *output.outputs[0].token_ids])
+    assert truth.std() > 3, "scores of this size make the tolerance mean something"
     assert of_prompt.shape == (99, 512) and of_output.shape == (20, 512)
     assert (of_prompt.double() - truth[:99]).abs().max() <= SCORE_TOLERANCE
     assert (of_output.double() - truth[99:119]).abs().max() <= SCORE_TOLERANCE

@@ -15,6 +15,7 @@ from torch.nn import functional
 from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, RowInit, StepOutput, StepPlan
 from perdure.models.base import Model, ModelConfig, joined_shape
 from perdure.models.llama import LlamaModel, parameters
+from perdure.ops.linear import packed
 from perdure.runner.runner import Runner
 
 VOCAB = 200
@@ -50,7 +51,7 @@ def tiny_model() -> LlamaModel:
     }
     scaled = {name: w if "norm" in name else w / w.shape[-1] ** 0.5 for name, w in weights.items()}
     scaled["head.weight"] *= 4  # logits spread enough for distinct probabilities
-    return LlamaModel(CONFIG, scaled)
+    return LlamaModel(CONFIG, scaled, packed)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

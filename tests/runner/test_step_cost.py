@@ -1,6 +1,7 @@
 """Host time stays a small part of a step: plan, pack and commit under 10 us of CPU a row at 256 rows, best of 5."""
 
 from benchmarks.step_cost import measure
+
 from tests.witness import witness
 
 

@@ -48,7 +48,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     runs, whatever the checkpoint says. num_pages or kv_cache_bytes: size of the KV pool; neither = room for
     max_num_seqs requests of full length, within a quarter of the memory that is free.
     max_num_batched_tokens: most positions computed in one step. steps_in_flight: 1 = plan only after the step before
-    is known, 2 = overlapped, up to 4. batch_invariant: bitwise results whatever the schedule.
+    is known, 2 = overlapped, up to 4. batch_invariant: bitwise results
+    whatever the schedule. attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the
+    library's own.
     """
 
     model: str | None = None
@@ -69,6 +71,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool = True
     logprobs_mode: LogprobsMode = "raw"
     attention_backend: str = "auto"
+    linear_backend: str = "auto"
     max_num_waiting: int | None = None
     return_prompt: bool = False
     journal: str | None = None
@@ -87,6 +90,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, allowed in _CHOICES:
             if getattr(self, name) not in allowed:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} is none of {', '.join(allowed)}")
+        for name in ("attention_backend", "linear_backend"):
+            if self.batch_invariant and getattr(self, name) == "plain":
+                raise InvalidValue(f"{name}='plain' is not batch invariant: it needs batch_invariant=False")
         if self.num_pages is not None and self.kv_cache_bytes is not None:
             raise InvalidValue(f"num_pages={self.num_pages} and kv_cache_bytes={self.kv_cache_bytes}: give only one")
 
@@ -123,4 +129,5 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("load_format", ("auto", "dummy")),
     ("logprobs_mode", ("raw", "processed")),
     ("attention_backend", ("auto", "tiled", "plain", "reference")),
+    ("linear_backend", ("auto", "packed", "invariant", "plain", "reference")),
 )

@@ -63,7 +63,11 @@ def generate(
     from perdure import AsyncLLM
 
     llm = AsyncLLM(**settings)
-    outcomes = asyncio.run(_answer(llm, inputs, params, chat, as_json))
+    try:
+        outcomes = asyncio.run(_answer(llm, inputs, params, chat, as_json))
+    except KeyboardInterrupt:
+        write("\n" if sys.stdout.isatty() else "")  # what a shell prints next begins a line
+        raise
     results = [one for one in outcomes if isinstance(one, RequestOutput)]
     if any(one.outputs[0].token_ids for one in results):
         remark(_speed(results))

@@ -57,6 +57,7 @@ class Resolved:
             "enable_prefix_caching": core.enable_prefix_caching,
             "steps_in_flight": self.config.steps_in_flight,
             "batch_invariant": self.config.batch_invariant,
+            "linear_backend": self.loaded.linear,
             "attention_backend": self.runner.attention_backend,
             "logprobs_mode": core.logprobs_mode,
             "seed": core.seed,
@@ -71,7 +72,7 @@ def resolve(config: EngineConfig) -> Resolved:
         dtype=config.dtype,
         load_format=config.load_format,
         seed=config.seed,
-        linear="invariant" if config.batch_invariant else "plain",
+        linear=config.linear_backend,
     )
     tokenizer = _tokenizer(config, loaded)
     core, page_bytes = _core_config(config, loaded)
@@ -83,6 +84,7 @@ def resolve(config: EngineConfig) -> Resolved:
         max_model_len=core.max_model_len,
         batch_invariant=config.batch_invariant,
         attention_backend=config.attention_backend,
+        row_tile=loaded.row_tile,
     )
     return Resolved(config, core, loaded, runner, tokenizer, path, page_bytes)
 

@@ -8,28 +8,23 @@ Shapes: N rows, H = hidden_size, Hq query heads, Hkv key/value heads, D = head_d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 from torch import Tensor
 
 from perdure.models.base import Attend, ModelConfig
 from perdure.ops.activation import silu_mul
-from perdure.ops.linear import LinearForm
+from perdure.ops.linear import LinearForm, Product
 from perdure.ops.rope import rotate
 
-Weights = Mapping[str, Tensor]
+Weights = MutableMapping[str, Tensor]
+"""A model's weights by name. Building a model takes them out one by one, so that a form may lay each out anew without
+two copies of all of them."""
 
 
-class Linear:
-    """A weight [M, K], perhaps a bias [M], and the form of their product."""
-
-    def __init__(self, weights: Weights, name: str, form: LinearForm) -> None:
-        self.weight = weights[f"{name}.weight"]
-        self.bias = weights.get(f"{name}.bias")
-        self._form = form
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._form(x, self.weight, self.bias)
+def linear(weights: Weights, name: str, form: LinearForm) -> Product:
+    """The product with a weight [M, K] and perhaps a bias [M]. The form owns them from here on."""
+    return form(weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None))
 
 
 class RotaryAttention:
@@ -40,8 +35,8 @@ class RotaryAttention:
         self._num_heads = config.num_heads
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
-        self._qkv = Linear(weights, f"{name}.qkv", form)
-        self._output = Linear(weights, f"{name}.o", form)
+        self._qkv = linear(weights, f"{name}.qkv", form)
+        self._output = linear(weights, f"{name}.o", form)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         num_rows, num_heads, num_kv_heads = x.shape[0], self._num_heads, self._num_kv_heads
@@ -56,8 +51,8 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, weights: Weights, name: str, form: LinearForm) -> None:
-        self._gate_up = Linear(weights, f"{name}.gate_up", form)
-        self._down = Linear(weights, f"{name}.down", form)
+        self._gate_up = linear(weights, f"{name}.gate_up", form)
+        self._down = linear(weights, f"{name}.down", form)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._down(silu_mul(self._gate_up(x)))

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from perdure.models.base import Attend, ModelConfig, Part, Parts
-from perdure.models.layers import GatedMLP, Linear, RotaryAttention, Weights
-from perdure.ops.linear import LinearForm, linear_invariant
+from perdure.models.layers import GatedMLP, RotaryAttention, Weights, linear
+from perdure.ops.linear import LinearForm
 from perdure.ops.norm import rms_norm
 from perdure.ops.rope import inverse_frequencies, rotary_table, rotations
 
@@ -43,12 +43,12 @@ class LlamaLayer:
 class LlamaModel:
     """The whole decoder (`perdure.models.base.Model`)."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, linear: LinearForm = linear_invariant) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, form: LinearForm) -> None:
         self.config = config
         self._embedding = weights["embedding.weight"]
-        self._layers = [LlamaLayer(layer, config, weights, linear) for layer in range(config.num_layers)]
+        self._layers = [LlamaLayer(layer, config, weights, form) for layer in range(config.num_layers)]
         self._norm = weights["norm.weight"]
-        self._head = Linear(weights, "embedding" if config.tie_word_embeddings else "head", linear)
+        self._head = form(self._embedding, None) if config.tie_word_embeddings else linear(weights, "head", form)
         inverse = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         self._rotary = rotary_table(inverse.to(self._embedding.device), config.max_position_embeddings)
 

@@ -22,7 +22,7 @@ from perdure.models.base import Model, ModelConfig, Parts, joined_shape
 from perdure.models.config import DTYPES, config_from_directory, config_from_gguf, sampling_defaults
 from perdure.models.registry import find_family
 from perdure.models.store import Store, directory_store, gguf_store, open_gguf
-from perdure.ops.linear import LINEAR_FORMS
+from perdure.ops.linear import LINEAR_FORMS, can_pack, row_tile
 
 LOAD_FORMATS = ("auto", "dummy")
 DUMMY_SCALE = 0.02
@@ -32,13 +32,17 @@ DUMMY_SCALE = 0.02
 class LoadedModel:
     """A built model, the type it computes in, and what else its files say.
 
-    num_parameters, num_bytes: of the weights; a tied head counts once. tokenizer_source: where its tokenizer is.
-    sampling_defaults: settings its generation_config.json suggests, by the names of `SamplingParams`.
+    linear: the form of its products; row_tile: what a step's rows are best padded to for it.
+    num_parameters, num_bytes: of the weights as loaded; a tied head counts once.
+    tokenizer_source: where its tokenizer is. sampling_defaults: settings its generation_config.json suggests, by the
+    names of `SamplingParams`.
     """
 
     model: Model
     config: ModelConfig
     dtype: torch.dtype
+    linear: str
+    row_tile: int
     num_parameters: int
     num_bytes: int
     tokenizer_source: Path
@@ -51,14 +55,16 @@ def load_model(
     dtype: str = "auto",
     load_format: str = "auto",
     seed: int = 0,
-    linear: str = "invariant",
+    linear: str = "auto",
     device: str | torch.device = "cpu",
 ) -> LoadedModel:
     """Build the model at `path`, a Hugging Face directory or a GGUF file.
 
-    linear: the form of its products, a name of `ops.linear.LINEAR_FORMS`.
+    linear: the form of its products, a name of `ops.linear.LINEAR_FORMS`, or "auto" for the fastest invariant one.
     load_format "dummy" reads the model's shape only and draws its weights from `seed`.
     """
+    if linear not in ("auto", *LINEAR_FORMS):
+        raise InvalidValue(f"linear={linear!r} is none of auto, {', '.join(LINEAR_FORMS)}")
     if load_format not in LOAD_FORMATS:
         raise InvalidValue(f"load_format={load_format!r} is none of {', '.join(LOAD_FORMATS)}")
     path, device = Path(path), torch.device(device)
@@ -77,12 +83,18 @@ def load_model(
         unread = (*family.ignored_suffixes, "lm_head.weight") if config.tie_word_embeddings else family.ignored_suffixes
         store.check([part for parts in parameters.values() for part in parts], unread)
         weights = {name: _read(store, parts, chosen, device) for name, parts in parameters.items()}
+    num_parameters = sum(weight.numel() for weight in weights.values())
+    num_bytes = sum(weight.nbytes for weight in weights.values())
+    if linear == "auto":
+        linear = "packed" if can_pack(device, chosen) else "invariant"
     return LoadedModel(
         model=family.build(config, weights, LINEAR_FORMS[linear]),
         config=config,
         dtype=chosen,
-        num_parameters=sum(weight.numel() for weight in weights.values()),
-        num_bytes=sum(weight.nbytes for weight in weights.values()),
+        linear=linear,
+        row_tile=row_tile(linear),
+        num_parameters=num_parameters,
+        num_bytes=num_bytes,
         tokenizer_source=path,
         sampling_defaults=sampling_defaults(path) if gguf is None else {},
     )

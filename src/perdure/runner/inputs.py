@@ -1,7 +1,7 @@
 """From a plan's columns and the device rows to the flat arrays that one forward pass takes.
 
 - Work is O(rows) numpy calls on columns, never a Python step a token.
-- Rows are packed in the plan's order; in invariant mode the token count is padded to whole tiles of rows, and padding
+- Rows are packed in the plan's order; where products want whole tiles of rows the token count is padded, and padding
   writes no keys and belongs to no row.
 
 Shapes: R rows of the plan, N tokens, M = N padded, T targets (prompt tokens to score), S rows to sample.
@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from perdure.api.plan import DEVICE_POSITION, StepPlan
 from perdure.ops.attention import AttentionRows
 from perdure.runner.row_store import RowStore
-
-ROW_TILE = 8  # products over whole tiles of rows give a row the same bits whatever the other rows
 
 Ints = NDArray[np.int64]
 

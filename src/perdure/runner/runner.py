@@ -16,7 +16,7 @@ from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
 from perdure.models.base import Model
 from perdure.ops.attention import CacheShape, make_attention
 from perdure.ops.kv_write import plan_kv_write
-from perdure.runner.inputs import ROW_TILE, pack
+from perdure.runner.inputs import pack
 from perdure.runner.kv_store import KVStore
 from perdure.runner.row_store import RowStore
 from perdure.runner.sampler import Sampler, ScoreEntries
@@ -26,6 +26,7 @@ class Runner:
     """One model on this process's CPU.
 
     attention_backend: "auto" or a name of `ops.attention.FORMS`; the attribute of that name says what was chosen.
+    row_tile: pad a step's rows to a multiple of it, where the model's products would do it otherwise.
     ValueError: an unknown backend, or one that is not invariant where that was asked.
     """
 
@@ -39,6 +40,7 @@ class Runner:
         max_model_len: int,
         batch_invariant: bool = True,
         attention_backend: str = "auto",
+        row_tile: int = 1,
     ) -> None:
         config = model.config
         shape = CacheShape(config.num_heads, config.num_kv_heads, config.head_dim, num_pages, page_size)
@@ -46,7 +48,7 @@ class Runner:
         self._shape = shape
         self._attention = make_attention(attention_backend, shape, batch_invariant=batch_invariant)
         self.attention_backend = self._attention.name
-        self._row_tile = ROW_TILE if batch_invariant else 1
+        self._row_tile = row_tile
         self._kv = KVStore(config, num_pages, page_size)
         self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size))
         self._sampler = Sampler(model, self._rows, self._row_tile)

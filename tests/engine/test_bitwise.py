@@ -1,0 +1,152 @@
+"""A request's ids and logits have the same bits whatever happens to it on the way.
+
+Logits are seen as scores of the whole vocabulary on the tiny model; on SmolLM2 ids and chosen scores are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure import LLM, SamplingParams
+from perdure.api.output import RequestOutput
+from perdure.core.state import RequestState
+from tests.engine.conftest import MakeLLM, Solo
+from tests.engine.helpers import V, check_equal, check_reference, pressure, prompt, settings
+from tests.engine.reference import Reference
+from tests.witness import witness
+
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+BUDGETS = pytest.mark.parametrize("budget", [7, 32, 512])
+X = prompt(50)
+MODES: dict[str, SamplingParams] = {
+    "greedy": settings(max_tokens=32, logprobs=-1),
+    "drawn": settings(max_tokens=32, logprobs=-1, temperature=0.9, top_p=0.95, seed=12),
+}
+OTHERS = [prompt(length, seed=4) for length in (1, 2, 7, 15, 16, 17, 31, 32, 33, 48, 64, 80, 5, 9, 100)]
+
+
+@pytest.fixture(params=MODES)
+def params(request: pytest.FixtureRequest) -> SamplingParams:
+    found: SamplingParams = MODES[request.param]
+    return found
+
+
+class Evictions:
+    """How many output tokens each evicted request had, by its prompt's length."""
+
+    def __init__(self, llm: LLM) -> None:
+        scheduler = llm._engine._loop.scheduler
+        self.num_output: dict[int, list[int]] = {}
+        self._evict = scheduler._evict
+        scheduler._evict = self._noted  # type: ignore[method-assign]
+
+    def _noted(self, state: RequestState) -> None:
+        self.num_output.setdefault(state.prompt_length, []).append(state.num_output)
+        self._evict(state)
+
+
+def among(llm: LLM, ids: list[int], params: SamplingParams, others: list[list[int]], place: int) -> RequestOutput:
+    """The request's result with these others in the same call, itself in that place; they have settings of all kinds."""
+    prompts = [*others[:place], ids, *others[place:]]
+    every = [settings(max_tokens=4 + 3 * n, temperature=n % 3 / 2, seed=n, logprobs=n % 4) for n in range(len(others))]
+    outputs = llm.generate(prompts, [*every[:place], params, *every[place:]])
+    assert all(output.error is None for output in outputs)
+    return outputs[place]
+
+
+@DEPTHS
+@BUDGETS
+def test_alone_and_among_15_others(
+    budget: int, depth: int, params: SamplingParams, make_llm: MakeLLM, solo: Solo, reference: Reference
+) -> None:
+    """Alone, and first, in the middle or last of 16, its prompt scored over the whole vocabulary too."""
+    truth = solo(X, replaced(params, prompt_logprobs=-1))
+    assert truth.outputs[0].logprobs is not None and set(truth.outputs[0].logprobs.num_top) == {V}
+    if params.temperature == 0:
+        check_reference(truth, X, reference)
+    llm = make_llm(steps_in_flight=depth, max_num_batched_tokens=budget, enable_prefix_caching=False)
+    check_equal(llm.generate(X, replaced(params, prompt_logprobs=-1))[0], truth)
+    for place in (0, 7, 15):
+        check_equal(among(llm, X, replaced(params, prompt_logprobs=-1), OTHERS, place), truth)
+
+
+@DEPTHS
+@BUDGETS
+def test_with_a_prefix_hit(budget: int, depth: int, params: SamplingParams, make_llm: MakeLLM, solo: Solo) -> None:
+    """The same prompt again, and one that shares 48 of its tokens: most of it comes from the cache."""
+    llm = make_llm(steps_in_flight=depth, max_num_batched_tokens=budget)
+    branch = [*X[:48], *prompt(9)]
+    for ids, num_cached in ((X, 0), (X, 48), (branch, 48)):
+        (output,) = llm.generate([ids], params)
+        assert output.num_cached_tokens == num_cached
+        check_equal(output, solo(ids, params))
+        if num_cached:
+            witness("bitwise-prefix-hit", num_cached_tokens=output.num_cached_tokens)
+    check_equal(among(llm, X, params, OTHERS, 7), solo(X, params))
+
+
+@DEPTHS
+@BUDGETS
+@pytest.mark.parametrize("caching", [False, True])
+def test_with_an_eviction_in_the_middle(
+    caching: bool, budget: int, depth: int, params: SamplingParams, make_llm: MakeLLM, solo: Solo
+) -> None:
+    """An older request takes the page X needs when it has some tokens: they are computed again, as a prefill."""
+    llm = make_llm(
+        num_pages=7,
+        paused_pages=0,
+        steps_in_flight=depth,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=caching,
+    )
+    evictions = Evictions(llm)
+    older = settings(max_tokens=30, temperature=1.0, seed=1)
+    first, output = llm.generate([prompt(33), X], [older, params])
+    witness("bitwise-eviction", num_evictions=pressure(output)[0], num_output_then=evictions.num_output[len(X)])
+    assert all(0 < count < 32 for count in evictions.num_output[len(X)])
+    check_equal(output, solo(X, params))
+    check_equal(first, solo(prompt(33), older))
+
+
+def replaced(params: SamplingParams, **changes: Any) -> SamplingParams:
+    return settings(**{**{name: getattr(params, name) for name in params.__struct_fields__}, **changes})
+
+
+# SmolLM2
+
+TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps in the shade of a very old tree near the river."
+SHORT = settings(max_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def smollm2_alone(smollm2_path: Path) -> Iterator[RequestOutput]:
+    with LLM(str(smollm2_path), steps_in_flight=1, num_pages=64, max_model_len=256, max_num_seqs=16) as llm:
+        (alone,) = llm.generate(TEXT, SHORT)
+        yield alone
+
+
+@pytest.mark.parametrize(("depth", "budget"), [(1, 512), (2, 32), (2, 7)])
+def test_smollm2(depth: int, budget: int, smollm2_path: Path, smollm2_alone: RequestOutput) -> None:
+    """Among 15 others, in chunks, with a prefix hit, and with an eviction in the middle of its output."""
+    llm = LLM(
+        str(smollm2_path),
+        steps_in_flight=depth,
+        max_num_batched_tokens=budget,
+        num_pages=30,
+        max_model_len=256,
+        max_num_seqs=16,
+        check_integrity=True,
+    )
+    with llm:
+        assert llm.tokenizer is not None
+        ids = llm.tokenizer.encode(TEXT)
+        others = [ids[n : n + 2 + n % 5] for n in range(15)]
+        first = among(llm, ids, SHORT, others, 7)
+        again = among(llm, ids, SHORT, others[:2], 0)
+        for output in (first, again):
+            check_equal(output, smollm2_alone)
+        witness("bitwise-smollm2", num_cached_tokens=again.num_cached_tokens)
