@@ -121,7 +121,8 @@ def test_generate_survives_a_narrow_encoding(perdure, tiny, expected):
 
 def test_logprobs_table(perdure, tiny):
     with LLM(str(tiny)) as llm:
-        [scores] = llm.logprobs("Hello")
+        [result] = llm.logprobs("Hello")
+        scores = result.prompt_logprobs
         ids = llm.tokenizer.encode("Hello")
     done = perdure("logprobs", "Hello", "--model", tiny)
     assert (done.code, done.err) == (0, "")

@@ -5,7 +5,6 @@ Logits are seen as scores of the whole vocabulary on the tiny model; on SmolLM2 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +48,25 @@ class Evictions:
         self._evict(state)
 
 
-def among(llm: LLM, ids: list[int], params: SamplingParams, others: list[list[int]], place: int) -> RequestOutput:
-    """The request's result with these others in the same call, itself in that place; they have settings of all kinds."""
+def among(
+    llm: LLM, ids: list[int], params: SamplingParams, others: list[list[int]], place: int, max_tokens: int = 40
+) -> RequestOutput:
+    """The request's result with these others in the same call, itself in that place; they have settings of all kinds
+    and end at different times, after at most so many tokens."""
     prompts = [*others[:place], ids, *others[place:]]
-    every = [settings(max_tokens=4 + 3 * n, temperature=n % 3 / 2, seed=n, logprobs=n % 4) for n in range(len(others))]
+    every = [
+        settings(max_tokens=1 + 5 * n % max_tokens, temperature=n % 3 / 2, seed=n, logprobs=n % 4)
+        for n in range(len(others))
+    ]
     outputs = llm.generate(prompts, [*every[:place], params, *every[place:]])
     assert all(output.error is None for output in outputs)
     return outputs[place]
 
 
 @DEPTHS
-@BUDGETS
+@pytest.mark.parametrize(("budget", "place"), [(7, 0), (32, 15), (512, 7)])
 def test_alone_and_among_15_others(
-    budget: int, depth: int, params: SamplingParams, make_llm: MakeLLM, solo: Solo, reference: Reference
+    budget: int, place: int, depth: int, params: SamplingParams, make_llm: MakeLLM, solo: Solo, reference: Reference
 ) -> None:
     """Alone, and first, in the middle or last of 16, its prompt scored over the whole vocabulary too."""
     truth = solo(X, replaced(params, prompt_logprobs=-1))
@@ -70,8 +75,7 @@ def test_alone_and_among_15_others(
         check_reference(truth, X, reference)
     llm = make_llm(steps_in_flight=depth, max_num_batched_tokens=budget, enable_prefix_caching=False)
     check_equal(llm.generate(X, replaced(params, prompt_logprobs=-1))[0], truth)
-    for place in (0, 7, 15):
-        check_equal(among(llm, X, replaced(params, prompt_logprobs=-1), OTHERS, place), truth)
+    check_equal(among(llm, X, replaced(params, prompt_logprobs=-1), OTHERS, place), truth)
 
 
 @DEPTHS
@@ -122,31 +126,42 @@ TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps in the s
 SHORT = settings(max_tokens=10)
 
 
+def smollm2(path: Path, **config: Any) -> LLM:
+    return LLM(str(path), **{"num_pages": 40, "max_model_len": 256, "max_num_seqs": 16, **config})
+
+
 @pytest.fixture(scope="module")
-def smollm2_alone(smollm2_path: Path) -> Iterator[RequestOutput]:
-    with LLM(str(smollm2_path), steps_in_flight=1, num_pages=64, max_model_len=256, max_num_seqs=16) as llm:
-        (alone,) = llm.generate(TEXT, SHORT)
-        yield alone
+def alone(smollm2_path: Path) -> RequestOutput:
+    with smollm2(smollm2_path, steps_in_flight=1, enable_prefix_caching=False) as llm:
+        (output,) = llm.generate(TEXT, SHORT)
+        return output
 
 
 @pytest.mark.parametrize(("depth", "budget"), [(1, 512), (2, 32), (2, 7)])
-def test_smollm2(depth: int, budget: int, smollm2_path: Path, smollm2_alone: RequestOutput) -> None:
-    """Among 15 others, in chunks, with a prefix hit, and with an eviction in the middle of its output."""
-    llm = LLM(
-        str(smollm2_path),
-        steps_in_flight=depth,
-        max_num_batched_tokens=budget,
-        num_pages=30,
-        max_model_len=256,
-        max_num_seqs=16,
-        check_integrity=True,
-    )
-    with llm:
+def test_smollm2_among_15_others_in_chunks_and_with_a_prefix_hit(
+    depth: int, budget: int, smollm2_path: Path, alone: RequestOutput
+) -> None:
+    with smollm2(smollm2_path, steps_in_flight=depth, max_num_batched_tokens=budget) as llm:
         assert llm.tokenizer is not None
         ids = llm.tokenizer.encode(TEXT)
         others = [ids[n : n + 2 + n % 5] for n in range(15)]
-        first = among(llm, ids, SHORT, others, 7)
-        again = among(llm, ids, SHORT, others[:2], 0)
-        for output in (first, again):
-            check_equal(output, smollm2_alone)
+        check_equal(among(llm, ids, SHORT, others, 7, max_tokens=6), alone)
+        (again,) = llm.generate([ids], SHORT)
         witness("bitwise-smollm2", num_cached_tokens=again.num_cached_tokens)
+        check_equal(again, alone)
+
+
+@pytest.mark.parametrize(("depth", "budget"), [(1, 512), (2, 7)])
+def test_smollm2_with_an_eviction_in_the_middle(
+    depth: int, budget: int, smollm2_path: Path, alone: RequestOutput
+) -> None:
+    with smollm2(
+        smollm2_path, steps_in_flight=depth, max_num_batched_tokens=budget, num_pages=4, paused_pages=0
+    ) as llm:
+        assert llm.tokenizer is not None
+        ids = llm.tokenizer.encode(TEXT)
+        evictions = Evictions(llm)
+        _, output = llm.generate([ids[:17], ids], [settings(max_tokens=14), SHORT])
+        witness("bitwise-smollm2", num_evictions=pressure(output)[0], num_output_then=evictions.num_output[len(ids)])
+        assert all(0 < count < 10 for count in evictions.num_output[len(ids)])
+        check_equal(output, alone)

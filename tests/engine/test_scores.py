@@ -196,10 +196,10 @@ def test_T41_scoring_only_gives_the_same_scores(make_llm: MakeLLM, solo: Solo) -
     check_scores_equal(scored.prompt_logprobs, truth.prompt_logprobs)
     assert scored.outputs[0].token_ids == [] and scored.outputs[0].finish_reason == "length"
     (whole,) = llm.logprobs([ids])
-    check_scores_equal(whole, truth.prompt_logprobs)
+    check_scores_equal(whole.prompt_logprobs, truth.prompt_logprobs)
     (tail,) = llm.logprobs([ids[:40]], [ids[40:]])
     assert truth.prompt_logprobs is not None
-    check_scores_equal(tail, truth.prompt_logprobs.cut(39, 64))
+    check_scores_equal(tail.outputs[0].logprobs, truth.prompt_logprobs.cut(39, 64))
 
 
 def test_T40_each_request_gets_what_it_asked_for(make_llm: MakeLLM, solo: Solo) -> None:

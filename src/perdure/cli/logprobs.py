@@ -37,7 +37,9 @@ def logprobs(
     from perdure import LLM
 
     with LLM(**settings) as llm:
-        (scores,) = llm.logprobs(prompt, tail)
+        (result,) = llm.logprobs(prompt, tail)
+        scores = result.prompt_logprobs if tail is None else result.outputs[0].logprobs
+        assert scores is not None
         rows = rows_of(scores)
         if scores.leading_none:
             rows.insert(0, _first_row(llm, prompt))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import weakref
 from collections.abc import AsyncIterator, Generator
@@ -71,7 +72,7 @@ class Handle:
 
     def _hand_over(self, event: Event | PerdureError) -> None:
         """On the engine's thread: go over to the caller's loop, unless that is gone."""
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._take, event)
 
     def _take(self, event: Event | PerdureError) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from msgspec.structs import replace
+
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.config import EngineConfig
@@ -18,7 +20,6 @@ from perdure.api.event import Event
 from perdure.api.output import RequestOutput, Stats
 from perdure.api.request import Request, RequestId
 from perdure.api.sampling import SamplingParams
-from perdure.api.scores import TokenScores
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals, refused_output
 from perdure.engine.prompts import Prompt, as_batch, checked_id, params_for, token_ids_of
@@ -113,26 +114,38 @@ class LLM:
 
     def logprobs(
         self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt] | None = None
-    ) -> list[TokenScores]:
-        """Scores of every prompt token (the first has none), or of the continuations' tokens given their prompts."""
+    ) -> list[RequestOutput]:
+        """Score without generating: `prompt_logprobs` of each result holds a score of every prompt token but the first.
+
+        With continuations, one a prompt, these are scored instead, each given its prompt: they stand in `outputs[0]`
+        as if they had been generated. Refusals are as in `generate`.
+        """
         batch, bare = as_batch(prompts)
-        heads = [token_ids_of(prompt, self.tokenizer)[0] for prompt in batch]
         tails = self._continuations(len(batch), continuations)
-        whole: list[Prompt] = [head + tail for head, tail in zip(heads, tails, strict=True)]
-        results = self.generate(
-            whole[0] if bare else whole, SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
-        )
-        scores = []
-        for head, result in zip(heads, results, strict=True):
-            if result.error is not None:
-                raise result.error
-            assert result.prompt_logprobs is not None
-            found = result.prompt_logprobs
-            if continuations is not None:
-                spell, found = found.spell, found.cut(len(head) - 1, found.num_scored)
-                found.spell = spell
-            scores.append(found)
-        return scores
+        whole = [self._joined(prompt, tail) for prompt, tail in zip(batch, tails, strict=True)]
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
+        results = self.generate(whole[0] if bare else whole, params)
+        if continuations is None:
+            return results
+        return [self._continued(result, tail) for result, tail in zip(results, tails, strict=True)]
+
+    def _joined(self, prompt: Prompt, tail: list[int]) -> Prompt:
+        """A prompt that is wrong in itself stays as it is: it becomes its own refusal."""
+        try:
+            return token_ids_of(prompt, self.tokenizer)[0] + tail if tail else prompt
+        except InvalidValue:
+            return prompt
+
+    def _continued(self, result: RequestOutput, tail: list[int]) -> RequestOutput:
+        """The scores of a prompt's last tokens as those of an output."""
+        found = result.prompt_logprobs
+        if found is None:
+            return result
+        scores = found.cut(found.num_scored - len(tail), found.num_scored)
+        scores.spell = found.spell
+        text = "" if self.tokenizer is None else self.tokenizer.decode(tail)
+        output = replace(result.outputs[0], text=text, token_ids=tail, logprobs=scores)
+        return replace(result, outputs=[output], prompt_logprobs=None)
 
     def _continuations(self, count: int, given: Prompt | Sequence[Prompt] | None) -> list[list[int]]:
         if given is None:

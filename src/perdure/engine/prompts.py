@@ -43,6 +43,10 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int]
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidValue("the prompt is text, but the model came without a tokenizer: give token ids")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidValue(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from None
         return tokenizer.encode(prompt), prompt
     if not isinstance(prompt, Sequence):
         raise InvalidValue(f"prompt={prompt!r} is neither text nor a list of token ids")

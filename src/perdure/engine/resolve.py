@@ -53,7 +53,7 @@ class Resolved:
             "num_pages": core.num_pages,
             "paused_pages": core.paused_pages,
             "kv_cache_bytes": core.num_pages * self.page_bytes,
-            "pool": f"{pool_tokens} tokens, {pool_tokens // core.max_model_len} requests of full length",
+            "pool": f"{pool_tokens:,} tokens, {pool_tokens // core.max_model_len:,} requests of full length",
             "enable_prefix_caching": core.enable_prefix_caching,
             "steps_in_flight": self.config.steps_in_flight,
             "batch_invariant": self.config.batch_invariant,
@@ -76,16 +76,20 @@ def resolve(config: EngineConfig) -> Resolved:
     )
     tokenizer = _tokenizer(config, loaded)
     core, page_bytes = _core_config(config, loaded)
-    runner = Runner(
-        loaded.model,
-        num_pages=core.num_pages,
-        page_size=core.page_size,
-        max_num_seqs=core.max_num_seqs,
-        max_model_len=core.max_model_len,
-        batch_invariant=config.batch_invariant,
-        attention_backend=config.attention_backend,
-        row_tile=loaded.row_tile,
-    )
+    try:
+        runner = Runner(
+            loaded.model,
+            num_pages=core.num_pages,
+            page_size=core.page_size,
+            max_num_seqs=core.max_num_seqs,
+            max_model_len=core.max_model_len,
+            batch_invariant=config.batch_invariant,
+            attention_backend=config.attention_backend,
+            row_tile=loaded.row_tile,
+        )
+    except (OSError, MemoryError, OverflowError) as error:
+        wanted = core.num_pages * page_bytes
+        raise InvalidValue(f"num_pages={core.num_pages}: no room for a KV pool of {wanted} bytes ({error})") from error
     return Resolved(config, core, loaded, runner, tokenizer, path, page_bytes)
 
 
