@@ -14,7 +14,7 @@ from typing import Any, Self
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.config import EngineConfig
-from perdure.api.errors import PerdureError
+from perdure.api.errors import InvalidValue, PerdureError
 from perdure.api.event import Event
 from perdure.api.output import RequestOutput, Stats
 from perdure.api.request import Request, RequestId
@@ -73,9 +73,10 @@ class Handle:
     def _hand_over(self, event: Event | PerdureError) -> None:
         """On the engine's thread: go over to the caller's loop, unless that is gone."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._take, event)
+            self._loop.call_soon_threadsafe(self.take, event)
 
-    def _take(self, event: Event | PerdureError) -> None:
+    def take(self, event: Event | PerdureError) -> None:
+        """What became of the request, on the caller's loop."""
         match event:
             case ev.Progress(_, _, token_ids, scores):
                 assert self._builder is not None
@@ -111,13 +112,16 @@ class AsyncLLM:
     def submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: RequestId | None = None
     ) -> Handle:
-        """Submit one request, streaming unless `output_kind` is "final". Returns at once.
-
-        Raises `InvalidValue` for a prompt that is none; what admission refuses is raised by the handle.
-        """
+        """Submit one request, streaming unless `output_kind` is "final". Returns at once; a refusal is raised by the
+        handle."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        token_ids, text = token_ids_of(prompt, self._engine.tokenizer)
         name = f"request-{next(self._names)}" if request_id is None else checked_id(request_id)
+        try:
+            token_ids, text = token_ids_of(prompt, self._engine.tokenizer)
+        except InvalidValue as error:
+            refused = Handle(self._engine, Request(name, self._engine.ticket(), [], params))
+            refused.take(error)
+            return refused
         request = Request(name, self._engine.ticket(), token_ids, params, text, stream=params.output_kind != "final")
         handle = Handle(self._engine, request)
         self._engine.submit([(request, handle.receiver)])

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.config import EngineConfig
-from perdure.api.errors import InvalidValue, PerdureError
+from perdure.api.errors import InvalidValue, PerdureError, QueueFull, StateError
 from perdure.api.event import Event
 from perdure.api.output import RequestOutput, Stats
 from perdure.api.request import Request, RequestId
@@ -27,6 +27,9 @@ from perdure.engine.text import build_output
 from perdure.engine.tokenizer import Tokenizer
 
 Conversation = Sequence[Mapping[str, Any]]
+
+REFUSALS = (InvalidValue, StateError, QueueFull)
+"""Errors of a request that was never admitted."""
 
 
 class Call:
@@ -81,8 +84,9 @@ class LLM:
         batch, bare = as_batch(prompts)
         ids = self._ids_for(len(batch), request_ids)
         results = self._run(batch, params_for(len(batch), sampling_params), ids, use_tqdm)
-        if bare and isinstance(results[0].error, InvalidValue):
-            raise results[0].error
+        error = results[0].error if bare else None
+        if isinstance(error, REFUSALS):
+            raise error
         return results
 
     def chat(
