@@ -54,12 +54,13 @@ def test_smollm2_gives_what_was_recorded(smollm2: LLM) -> None:
 
 def test_smollm2_gives_the_recorded_text(smollm2: LLM) -> None:
     """From text and from messages; it ends at the model's own end id."""
-    for case in GOLDEN:
-        params = settings(max_tokens=32, ignore_eos=False)
-        if case["messages"] is None:
-            (output,) = smollm2.generate(case["prompt"], params)
-        else:
-            (output,) = smollm2.chat(case["messages"], params)
+    texts = [case for case in GOLDEN if case["messages"] is None]
+    chats = [case for case in GOLDEN if case["messages"] is not None]
+    assert texts and chats
+    params = settings(max_tokens=32, ignore_eos=False)
+    outputs = smollm2.generate([case["prompt"] for case in texts], params)
+    outputs += smollm2.chat([case["messages"] for case in chats], params)
+    for output, case in zip(outputs, [*texts, *chats]):
         completion, end = output.outputs[0], case["first_eos_index"]
         assert completion.text == case["text"]
         assert completion.token_ids == (case["generated_ids"] if end is None else case["generated_ids"][: end + 1])

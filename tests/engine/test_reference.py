@@ -4,7 +4,7 @@ from tests.engine.helpers import prompt
 from tests.engine.reference import CLEAR_LEAD, Reference
 
 
-def test_judging_an_output_is_ref(reference: Reference) -> None:
+def test_judging_an_output_is_ref(reference: Reference, one_thread: None) -> None:
     for seed in range(3):
         ids = prompt(9, seed)
         found = reference(ids, 40)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -129,14 +130,13 @@ class Engine:
         self._inbox.put(*commands)
 
     def close(self) -> None:
-        """End every request with what it has, and the threads. Harmless when done twice."""
-        try:
-            stopped = self.ask(cmd.Stop)
-        except EngineDead:
-            return
-        if threading.current_thread() is not self._thread:
-            stopped.exception()
-            self._thread.join()
+        """End every request with what it has, and the threads, and give memory back. Harmless when done twice."""
+        with contextlib.suppress(EngineDead):
+            self.ask(cmd.Stop).exception()
+        self._thread.join()
+        # The pool goes now, the weights with the last reference to this engine: nothing refers to it in a circle.
+        self.resolved.runner.release()
+        self.__dict__.pop("_loop", None)
 
     # The loop's thread
 

@@ -39,3 +39,7 @@ class KVStore:
         """Zero these pages in every layer."""
         for page in pages:
             self._pool[:, :, :, page].zero_()
+
+    def release(self) -> None:
+        """Give the memory back to the system; every page reads as zeros."""
+        self._arena.release()

@@ -58,6 +58,10 @@ class Runner:
         """Size of the pool of pages."""
         return self._kv.num_bytes
 
+    def release(self) -> None:
+        """Give the pool's memory back, once nothing will be executed any more."""
+        self._kv.release()
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run the step. A row's own failure is an entry of `errors`; an exception means that the whole step failed."""
