@@ -2,6 +2,7 @@
 #
 #   make run PROMPT="..."    answer a prompt with the default model, and say how fast
 #   make test                what CI runs: lint, format, types, tests
+#   make rows                what the last run of the tests witnessed, a line a row or case
 #   make soak                the same tests with more lives, storms and time; the report goes to benchmarks/results/
 #   make lint | format | bench | install | clean
 
@@ -9,7 +10,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help run test soak lint format bench install clean
+.PHONY: help run test rows soak lint format bench install clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -35,6 +36,9 @@ run: $(VENV)/.stamp-package $(VENV)/.stamp-model
 test: lint $(VENV)/.stamp-model
 	$(say) "tests"
 	@$(BIN)/python -m pytest
+
+rows:
+	@$(BIN)/python -m tests.rows
 
 soak: REPORT = benchmarks/results/soak-$(shell date -u +%Y-%m-%d).txt
 soak: $(VENV)/.stamp-tests $(VENV)/.stamp-model

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests import rows
+
 SIM_LIVES = int(os.environ.get("PERDURE_SIM_LIVES", "2000"))  # simulated lives at each depth
 SOAK_FACTOR = int(os.environ.get("PERDURE_SOAK_FACTOR", "1"))  # how many times the everyday storms, examples and time
 DATA = Path(os.environ.get("PERDURE_DATA", Path(__file__).parents[2] / "shared" / "data"))
@@ -18,6 +20,18 @@ DATA = Path(os.environ.get("PERDURE_DATA", Path(__file__).parents[2] / "shared" 
 # CI draws the same examples each time, a soak new ones; neither fails because a shared machine was slow.
 settings.register_profile("perdure", deadline=None, derandomize=SOAK_FACTOR == 1, max_examples=100 * SOAK_FACTOR)
 settings.load_profile("perdure")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A new run collects its rows anew (`make rows` shows them)."""
+    os.environ.setdefault("PERDURE_WITNESS", str(rows.FILE))
+    rows.FILE.unlink(missing_ok=True)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.section("rows")
+    for line in rows.lines():
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")
