@@ -18,9 +18,8 @@ from perdure.api.config import CoreConfig
 from perdure.api.errors import InvalidValue, PerdureError, QueueFull, StateError, StepFailed
 from perdure.api.event import Event, Failure, FinishReason, StopMatch
 from perdure.api.output import Stats
-from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
+from perdure.api.plan import StepOutput, StepPlan
 from perdure.api.request import Request, RequestId
-from perdure.api.scores import TokenScores
 from perdure.core import budget, preempt
 from perdure.core.admission import admit
 from perdure.core.control import Control
@@ -28,6 +27,7 @@ from perdure.core.draft import PlanDraft
 from perdure.core.lifecycle import EngineState, Status
 from perdure.core.pages import PagePool
 from perdure.core.prefix import ROOT, PrefixIndex
+from perdure.core.scores import append_scores, rows_with_scores
 from perdure.core.slots import Slots
 from perdure.core.state import RequestState
 from perdure.core.stopping import CursorFactory
@@ -261,8 +261,8 @@ class Scheduler:
         assert output.step == plan.step
         self._steps_in_flight -= 1
         failed = dict(output.errors)
-        records = _by_row(output.records)
-        prompt_records = _by_row(output.prompt_records)
+        records = rows_with_scores(output.records)
+        prompt_records = rows_with_scores(output.prompt_records)
         at = 0
         for row, arrival in enumerate(plan.request):
             first, at = at, at + output.num_sampled[row]
@@ -276,12 +276,12 @@ class Scheduler:
                 continue
             if row in prompt_records:
                 assert state.prompt_scores is not None
-                _append_scores(state.prompt_scores, output.prompt_records, prompt_records[row], state.tokens)
+                append_scores(state.prompt_scores, output.prompt_records, prompt_records[row], state.tokens)
             new_tokens = output.tokens[first:at]
             state.tokens += new_tokens
             if row in records:
                 assert state.scores is not None
-                _append_scores(state.scores, output.records, records[row], state.tokens)
+                append_scores(state.scores, output.records, records[row], state.tokens)
             if state.is_resident:
                 state.num_computed += plan.length[row]
                 self._publish(state)
@@ -410,28 +410,3 @@ class Scheduler:
 
 def _order(state: RequestState) -> tuple[int, int]:
     return state.order
-
-
-def _by_row(columns: ScoreColumns) -> dict[int, tuple[int, int, int]]:
-    """Of each row with scores: its first entry, the end of its entries, and its first top pair."""
-    found: dict[int, tuple[int, int, int]] = {}
-    top = 0
-    for entry, row in enumerate(columns.row):
-        first, _, first_top = found.get(row, (entry, 0, top))
-        found[row] = (first, entry + 1, first_top)
-        top += columns.num_top[entry]
-    return found
-
-
-def _append_scores(into: TokenScores, columns: ScoreColumns, where: tuple[int, int, int], tokens: list[int]) -> None:
-    first, end, top = where
-    for entry in range(first, end):
-        top_end = top + columns.num_top[entry]
-        into.append(
-            tokens[columns.position[entry]],
-            columns.chosen[entry],
-            columns.rank[entry],
-            columns.top_ids[top:top_end],
-            columns.top_scores[top:top_end],
-        )
-        top = top_end
