@@ -47,7 +47,7 @@ def make_llm(tiny: Path, reference: Reference, one_thread: None) -> Iterator[Mak
     made: list[LLM] = []
 
     def make(model: Path = tiny, **config: Any) -> LLM:
-        llm = LLM(str(model), **{"page_size": PAGE, "num_pages": 320, "check_integrity": True, **config})
+        llm = LLM(str(model), **{"page_size": PAGE, "num_pages": 128, "check_integrity": True, **config})
         made.append(llm)
         return llm
 
@@ -64,7 +64,7 @@ def make_async(tiny: Path, reference: Reference, one_thread: None) -> Iterator[M
     made: list[AsyncLLM] = []
 
     def make(model: Path = tiny, **config: Any) -> AsyncLLM:
-        llm = AsyncLLM(str(model), **{"page_size": PAGE, "num_pages": 320, "check_integrity": True, **config})
+        llm = AsyncLLM(str(model), **{"page_size": PAGE, "num_pages": 128, "check_integrity": True, **config})
         made.append(llm)
         return llm
 

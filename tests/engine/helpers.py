@@ -107,16 +107,17 @@ def stats_of(engine: Engine) -> Stats:
 
 def check_clean_end(engine: Engine, reference: Reference) -> None:
     """Nothing is left of anything; a fresh request equals its reference; and nothing is left of that."""
-    _check_empty(engine)
+    check_empty(engine)
     call = Call()
     request = Request("fresh", engine.ticket(), FRESH, settings(max_tokens=6))
     engine.submit([(request, call.receiver(request))])
     end = call.wait(1)[request.ticket]
     assert isinstance(end, ev.Ended) and end.record.token_ids == reference(FRESH, 6).token_ids
-    _check_empty(engine)
+    check_empty(engine)
 
 
-def _check_empty(engine: Engine) -> None:
+def check_empty(engine: Engine) -> None:
+    """All pages are free, nobody is inside, nobody waits."""
     stats = stats_of(engine)
     assert stats.state == "running"
     assert stats.num_free_pages == stats.num_pages

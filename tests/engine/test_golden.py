@@ -12,7 +12,7 @@ import pytest
 from perdure import LLM
 from perdure.api.output import RequestOutput
 from tests.engine.conftest import MakeLLM
-from tests.engine.helpers import settings
+from tests.engine.helpers import check_empty, settings
 from tests.engine.reference import CLEAR_LEAD
 from tests.models.helpers import convert_stories260k, gguf_to_bf16_directory
 from tests.witness import witness
@@ -31,6 +31,7 @@ CONFIG = {"dtype": "float32", "max_model_len": 512, "num_pages": 350, "max_num_s
 def smollm2(smollm2_path: Path) -> Iterator[LLM]:
     with LLM(str(smollm2_path), **CONFIG) as llm:
         yield llm
+        check_empty(llm._engine)
 
 
 def test_smollm2_gives_what_was_recorded(smollm2: LLM) -> None:
@@ -75,6 +76,7 @@ def rounded(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     directory = gguf_to_bf16_directory(smollm2_path, tmp_path_factory.mktemp("rounded") / "model")
     with LLM(str(directory), **CONFIG) as llm:
         yield llm
+        check_empty(llm._engine)
 
 
 def check_cpu16(outputs: list[RequestOutput], generated_ids: list[list[int]]) -> float:

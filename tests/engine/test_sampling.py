@@ -45,8 +45,8 @@ def test_T45_a_seeded_result_does_not_depend_on_neighbours(
             outputs = llm.generate(batch, params)
             check_equal(outputs[place], truth)
             if seeded and place:
-                for output, *one in zip(outputs, batch, params):
-                    check_equal(output, solo(*one))
+                for output, ids, one in zip(outputs, batch, params):
+                    check_equal(output, solo(ids, one))
 
 
 @DEPTHS

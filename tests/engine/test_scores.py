@@ -44,12 +44,9 @@ class Watched:
     def __init__(self, llm: LLM) -> None:
         runner = llm._engine.resolved.runner
         self._model: Model = runner._model
+        self.config: ModelConfig = self._model.config
         self.logits_seen: list[NDArray[np.float32]] = []
         runner._sampler._model = self
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._model.config
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self._model.forward(token_ids, positions, attend)
@@ -63,7 +60,7 @@ class Watched:
 def kept_by(logits: NDArray[np.float64], params: SamplingParams) -> NDArray[np.bool_]:
     """The rule, spelled out in float64: temperature, min_p, top_k, renormalise, top_p over what is left."""
     mass = np.exp((logits - logits.max()) / params.temperature)
-    keep = mass >= params.min_p * mass.max()
+    keep: NDArray[np.bool_] = mass >= params.min_p * mass.max()
     if params.top_k:
         keep &= logits >= np.sort(logits)[-params.top_k]
     mass = np.where(keep, mass, 0.0)
@@ -207,8 +204,8 @@ def test_T40_each_request_gets_what_it_asked_for(make_llm: MakeLLM, solo: Solo) 
     asked = [None, 0, 5, 20, -1, V + 9]
     params = [settings(logprobs=count, prompt_logprobs=20 if count == 20 else None) for count in asked]
     prompts = [prompt(9 + index) for index in range(len(asked))]
-    for output, *one, count in zip(make_llm().generate(prompts, params), prompts, params, asked):
-        check_equal(output, solo(*one))
+    for output, ids, one, count in zip(make_llm().generate(prompts, params), prompts, params, asked):
+        check_equal(output, solo(ids, one))
         scores = output.outputs[0].logprobs
         assert (scores is None) == (count is None) and (output.prompt_logprobs is None) == (count != 20)
         if scores is not None and count is not None:

@@ -77,9 +77,10 @@ class Engine:
         self._lock = threading.Lock()
         self._dead: EngineDead | None = None
         self._inbox = Inbox()
+        device = ThreadedRunner(self.resolved.runner)
         self._loop = Loop(
             Scheduler(core, self._cursor),
-            ThreadedRunner(self.resolved.runner),
+            device,
             self._inbox,
             self._publish,
             steps_in_flight=config.steps_in_flight,
@@ -87,6 +88,7 @@ class Engine:
             check=config.check_integrity,
         )
         self._thread = threading.Thread(target=self._run, name="perdure-loop", daemon=True)
+        self._threads = (self._thread, device.thread)
         self._thread.start()
 
     def _cursor(self, request: Request) -> TextCursor:
@@ -130,13 +132,15 @@ class Engine:
         self._inbox.put(*commands)
 
     def close(self) -> None:
-        """End every request with what it has, and the threads, and give memory back. Harmless when done twice."""
+        """End every request with what it has, and the threads, and give memory back. Harmless when done twice.
+
+        On a thread of the engine's own it only asks for the end: a collector runs on any thread and may drop an engine
+        there, which must not wait for itself.
+        """
         with contextlib.suppress(EngineDead):
-            self.ask(cmd.Stop).exception()
-        self._thread.join()
-        # The pool goes now, the weights with the last reference to this engine: nothing refers to it in a circle.
-        self.resolved.runner.release()
-        self.__dict__.pop("_loop", None)
+            self.ask(cmd.Stop)
+        if threading.current_thread() not in self._threads:
+            self._thread.join()
 
     # The loop's thread
 
@@ -154,6 +158,9 @@ class Engine:
             self._receivers.clear()
         for receiver in left:
             receiver.fail(EngineDead(reason))
+        # The pool goes now, the weights with the last reference to this engine: nothing refers to it in a circle.
+        self.resolved.runner.release()
+        del self._loop
 
     def _publish(self, events: list[Event]) -> None:
         for event in events:

@@ -37,8 +37,8 @@ class ThreadedRunner:
         self._runner = runner
         self._steps: SimpleQueue[tuple[StepPlan, StepTicket] | None] = SimpleQueue()
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name="perdure-runner", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._work, name="perdure-runner", daemon=True)
+        self.thread.start()
 
     def launch(self, plan: StepPlan) -> StepTicket:
         assert not self._closed, "launched after close"
@@ -51,7 +51,7 @@ class ThreadedRunner:
         if not self._closed:
             self._closed = True
             self._steps.put(None)
-            self._thread.join()
+            self.thread.join()
 
     def _work(self) -> None:
         while (step := self._steps.get()) is not None:
