@@ -33,7 +33,7 @@ NOT_FOR = {
     "runner": {"core"},
     "engine": {"ops"},
 }  # lower, yet not to be known
-ALLOWED = {("perdure.cli.make_tiny", "perdure.models.tiny.make_tiny_llama")}
+ALLOWED = {("perdure.cli.make_tiny", "perdure.models.tiny.make_tiny")}
 WITHOUT_TENSORS = {"api", "core", "coordinator"}
 TENSORS = {"torch", "transformers"}
 WORLD = {"time", "datetime", "socket", "selectors", "asyncio", "threading", "random"}  # reach `core` as arguments
@@ -111,8 +111,8 @@ def test_every_module_keeps_to_its_layer():
         ("runner.runner", "from perdure.models import llama", True),
         ("cli.generate", "from perdure import LLM", True),
         ("cli.generate", "from perdure.engine.llm import LLM", False),
-        ("cli.generate", "from perdure.models.tiny import make_tiny_llama", False),
-        ("cli.make_tiny", "def f():\n    from perdure.models.tiny import make_tiny_llama", True),
+        ("cli.generate", "from perdure.models.tiny import make_tiny", False),
+        ("cli.make_tiny", "def f():\n    from perdure.models.tiny import make_tiny", True),
         ("engine.loop", "from perdure.ops import attention", False),
         ("odds.ends", "", False),
     ],

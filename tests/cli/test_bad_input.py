@@ -129,7 +129,7 @@ def gguf_header(tensor_type: int) -> bytes:
 
 def test_a_gguf_of_an_unknown_type(refused, tmp_path):
     file = tmp_path / "model.gguf"
-    for tensor_type, name in ((14, "Q6_K"), (199, "199")):
+    for tensor_type, name in ((34, "TQ1_0"), (199, "199")):
         file.write_bytes(gguf_header(tensor_type).ljust(4096, b"\0"))
         refused("info", "--model", file, words=[str(file), name, "Q8_0"])
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +29,35 @@ from torch import Tensor
 from perdure.engine.gguf_tokenizer import GGUFTokenizer
 from perdure.models.base import Model, Part
 from perdure.models.config import config_from_directory, config_from_gguf
+from perdure.models.gemma3 import Gemma3Config
 from perdure.models.gguf_file import GGUFFile
 from perdure.models.llama import parameters
+from perdure.models.registry import find_family
 from perdure.models.store import directory_store, gguf_store
+from perdure.ops.attention import LayerAttention
 from perdure.ops.rope import inverse_frequencies
 
 
 class DenseAttend:
-    """Causal attention of one sequence over contiguous keys and values, in float64: `perdure.models.base.Attend`."""
+    """Attention of one sequence over contiguous keys and values, in float64: `perdure.models.base.Attend`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Sequence[LayerAttention]) -> None:
+        self._kinds = kinds
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys = self._keys[layer] = torch.cat((self._keys.get(layer, k[:0]), k))  # [S, Hkv, D]
         values = self._values[layer] = torch.cat((self._values.get(layer, v[:0]), v))
-        num_rows, num_heads, head_dim = q.shape
-        group = num_heads // k.shape[1]
+        kind, num_rows, group = self._kinds[layer], len(q), q.shape[1] // k.shape[1]
         wide_keys = keys.double().repeat_interleave(group, dim=1)  # [S, Hq, D]
         wide_values = values.double().repeat_interleave(group, dim=1)
-        scores = torch.einsum("nhd,shd->hns", q.double(), wide_keys) / math.sqrt(head_dim)
-        future = torch.ones(num_rows, len(keys), dtype=torch.bool).triu(len(keys) - num_rows + 1)
-        shares = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+        scores = torch.einsum("nhd,shd->hns", q.double(), wide_keys) * kind.scale
+        if kind.softcap is not None:
+            scores = torch.tanh(scores / kind.softcap) * kind.softcap
+        distance = torch.arange(len(keys) - num_rows, len(keys))[:, None] - torch.arange(len(keys))
+        hidden = (distance < 0) | (distance >= (math.inf if kind.window is None else kind.window))
+        shares = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
         return torch.einsum("hns,shd->nhd", shares, wide_values).to(q.dtype)
 
 
@@ -65,7 +72,7 @@ def run_python(script: str, *arguments: object) -> str:
 def logits_in_chunks(model: Model, token_ids: Sequence[int], chunks: Sequence[int]) -> Tensor:
     """Logits of every position, the tokens fed in pieces of these lengths."""
     assert sum(chunks) == len(token_ids)
-    attend, start, rows = DenseAttend(), 0, []
+    attend, start, rows = DenseAttend(model.config.attention), 0, []
     for length in chunks:
         piece = torch.tensor(token_ids[start : start + length])
         rows.append(model.logits(model.forward(piece, torch.arange(start, start + length), attend)))
@@ -75,14 +82,21 @@ def logits_in_chunks(model: Model, token_ids: Sequence[int], chunks: Sequence[in
 
 @torch.inference_mode()
 def greedy(model: Model, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """The naive loop: the prompt at once, then one token at a time, each the best logit."""
-    attend, start, fed, output = DenseAttend(), 0, list(prompt_ids), []
+    """The naive loop: the prompt at once, then one token at a time, each the best logit, and clearly so."""
+    attend, start, fed, output = DenseAttend(model.config.attention), 0, list(prompt_ids), []
     while len(output) < num_tokens:
         hidden = model.forward(torch.tensor(fed), torch.arange(start, start + len(fed)), attend)
         start += len(fed)
-        fed = [int(model.logits(hidden[-1:]).argmax())]
+        fed = [clear_best(model.logits(hidden[-1]))]
         output += fed
     return output
+
+
+def clear_best(logits: Tensor) -> int:
+    """The best id by logits [V], which must lead by so much that no rounding could change it."""
+    best = logits.topk(2)
+    assert best.values[0] - best.values[1] > 1e-3, f"ids prove nothing: {best.values} of {best.indices}"
+    return int(best.indices[0])
 
 
 def convert_stories260k(weights_path: Path, tokenizer_path: Path, directory: Path) -> Path:
@@ -164,7 +178,7 @@ def gguf_to_bf16_directory(gguf_path: Path, directory: Path) -> Path:
     """A GGUF's weights, rounded to bf16, as a Hugging Face directory with its tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     file = GGUFFile(gguf_path)
-    config, store = config_from_gguf(file), gguf_store(file)
+    config, store = config_from_gguf(file), gguf_store(file, interleaved=True)
     tensors = {
         part.hf: torch.cat([rows.to(torch.bfloat16) for _, rows in store.pieces(part)])
         for parts in parameters(config).values()
@@ -206,29 +220,38 @@ def write_gguf_tokenizer(file: GGUFFile, directory: Path) -> None:
 
 
 def write_gguf(directory: Path, out: Path, type_name: str) -> Path:
-    """A Hugging Face Llama directory as a GGUF: matrices in `type_name`, vectors in F32, tokenizer included."""
+    """A Hugging Face directory as a GGUF: matrices in `type_name`, vectors in F32, tokenizer included."""
     config = config_from_directory(directory)
-    writer = gguf.GGUFWriter(out, "llama")
+    name = find_family(config.architecture, str(directory)).gguf or "llama"  # Mistral is stored under this name
+    writer = gguf.GGUFWriter(out, name)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.rotary_dim)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_sliding_window(max(kind.window or 0 for kind in config.attention))
+    if isinstance(config, Gemma3Config) and config.final_softcap is not None:
+        writer.add_final_logit_softcapping(config.final_softcap)
     _add_tokenizer(writer, directory, config.bos_token_id, config.eos_token_ids[0])
     if config.rope_scaling is not None and config.rope_scaling["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope_scaling["factor"])
     elif config.rope_scaling is not None:
-        plain = inverse_frequencies(config.head_dim, config.rope_theta)
-        scaled = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        plain = inverse_frequencies(config.rotary_dim, config.rope_theta)
+        scaled = inverse_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
         writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
-    for part, tensor in _stored_tensors(directory):
+    for part, tensor in stored_tensors(directory):
+        if part.rotary_heads and name == "llama":
+            tensor = tensor.unflatten(0, (part.rotary_heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
         kind = gguf.GGMLQuantizationType[type_name if tensor.ndim == 2 else "F32"]
-        writer.add_tensor(part.gguf, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
+        values = (tensor + part.gguf_added).numpy()
+        writer.add_tensor(part.gguf, _quantised(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -236,15 +259,44 @@ def write_gguf(directory: Path, out: Path, type_name: str) -> Path:
     return out
 
 
-def _stored_tensors(directory: Path) -> Iterator[tuple[Part, Tensor]]:
-    """Every tensor of a directory in fp32, heads interleaved as GGUF wants them."""
+SCALES_AT: dict[str, tuple[slice, ...]] = {
+    "Q2_K": (slice(80, 82), slice(82, 84)),
+    "Q3_K": (slice(108, 110),),
+    "Q4_K": (slice(0, 2), slice(2, 4)),
+    "Q5_K": (slice(0, 2), slice(2, 4)),
+    "Q6_K": (slice(208, 210),),
+    "IQ4_NL": (slice(0, 2),),
+    "IQ4_XS": (slice(0, 2),),
+}
+"""Where blocks hold their fp16 scales, of the types that the gguf package decodes and cannot make."""
+
+
+def _quantised(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """values [R, K] in blocks; of a type that nobody here can make, any blocks of about that size."""
+    if kind.name not in SCALES_AT:
+        return gguf.quants.quantize(values, kind)
+    size, num_bytes = gguf.constants.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(list(values.shape))
+    blocks = rng.integers(0, 256, (*values.shape[:-1], values.shape[-1] // size, num_bytes), dtype=np.uint8)
+    for at in SCALES_AT[kind.name]:
+        scales = rng.uniform(0.2, 1.0, blocks.shape[:-1]) * values.std() / 100
+        blocks[..., at] = scales.astype(np.float16)[..., None].view(np.uint8)
+    return blocks.reshape(*values.shape[:-1], -1)
+
+
+def stored_tensors(directory: Path) -> Iterator[tuple[Part, Tensor]]:
+    """Every tensor of a Hugging Face directory in fp32, with its names."""
     config, store = config_from_directory(directory), directory_store(directory)
-    for parts in parameters(config).values():
+    for parts in find_family(config.architecture, str(directory)).parameters(config).values():
         for part in parts:
-            tensor = torch.cat([rows.float() for _, rows in store.pieces(part)])
-            if part.rotary_heads:
-                tensor = tensor.unflatten(0, (part.rotary_heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
-            yield part, tensor
+            yield part, torch.cat([rows.float() for _, rows in store.pieces(part)])
+
+
+def change_weights(directory: Path, out: Path, change: Callable[[Part, Tensor], Tensor]) -> Path:
+    """A copy of a directory with other weights."""
+    shutil.copytree(directory, out)
+    save_file({part.hf: change(part, tensor) for part, tensor in stored_tensors(directory)}, out / "model.safetensors")
+    return out
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, bos_id: int | None, eos_id: int) -> None:

@@ -9,7 +9,7 @@ from perdure.models.gguf_file import SUPPORTED_TYPES, GGUFFile
 from perdure.models.llama import parameters
 from perdure.models.tiny import make_tiny_llama
 from perdure.models.weights import load_model
-from tests.models.helpers import logits_in_chunks, write_gguf
+from tests.models.helpers import change_weights, logits_in_chunks, write_gguf
 
 IDS = list(range(3, 40))
 LLAMA3 = {
@@ -51,19 +51,41 @@ def test_fp32_file_equals_its_directory(tmp_path, shape):
 
 @pytest.mark.parametrize("type_name", SUPPORTED_TYPES)
 def test_every_type_is_decoded_as_the_package_does(tmp_path, type_name):
-    path = write_gguf(make_tiny_llama(tmp_path), tmp_path / "m.gguf", type_name)
+    directory = make_tiny_llama(tmp_path, hidden_size=256, intermediate_size=256, num_layers=1)
+    path = write_gguf(directory, tmp_path / "m.gguf", type_name)
     file, reference = GGUFFile(path), gguf.GGUFReader(path)
     assert list(file.tensors) == [tensor.name for tensor in reference.tensors]
     assert {tensor.type for tensor in file.tensors.values()} == {type_name, "F32"}
     for tensor in reference.tensors:
         expected = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
         num_rows = expected.shape[0]
+        assert expected.isfinite().all() and len(expected.unique()) > 10
         assert torch.equal(file.rows(tensor.name, 0, num_rows).float(), expected)
         assert torch.equal(file.rows(tensor.name, 1, num_rows - 2).float(), expected[1 : num_rows - 2])
 
 
+@pytest.mark.parametrize("type_name", ["Q5_1", "Q4_K", "Q6_K", "IQ4_NL"])
+def test_a_model_of_blocks_equals_one_of_their_values(tmp_path, type_name):
+    """All the way through the loader: joined parts, interleaved heads, pieces of a tensor."""
+    made = make_tiny_llama(tmp_path / "made", hidden_size=256, intermediate_size=256, num_layers=1)
+    path = write_gguf(made, tmp_path / "m.gguf", type_name)
+    file = gguf.GGUFReader(path)
+    blocks = {tensor.name: tensor for tensor in file.tensors}
+
+    def decoded(part, tensor):
+        stored = blocks[part.gguf]
+        values = torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type).copy())
+        if part.rotary_heads:
+            values = values.unflatten(0, (part.rotary_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        return values.contiguous()
+
+    directory = change_weights(made, tmp_path / "decoded", decoded)
+    assert torch.equal(_logits(path), _logits(directory))
+
+
 @pytest.mark.parametrize(
-    ("type_name", "error"), [("F16", 0.05), ("BF16", 0.5), ("Q8_0", 0.5), ("Q4_0", 8.0), ("Q4_1", 8.0)]
+    ("type_name", "error"),
+    [("F16", 0.05), ("BF16", 0.5), ("Q8_0", 0.5), ("Q5_0", 5.0), ("Q5_1", 5.0), ("Q4_0", 8.0), ("Q4_1", 8.0)],
 )
 def test_quantised_models_stay_near_the_original(tmp_path, type_name, error):
     directory = make_tiny_llama(tmp_path, num_layers=1)

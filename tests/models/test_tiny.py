@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
 from perdure.api.errors import InvalidValue
-from perdure.models.tiny import make_tiny_llama
+from perdure.cli import make_tiny as make_tiny_command
+from perdure.models.tiny import FAMILIES, make_tiny, make_tiny_llama
 from perdure.models.weights import load_model
 
 NUM_SEQUENCES, LENGTH = 64, 120
@@ -22,8 +24,10 @@ def _wander(loaded) -> tuple[torch.Tensor, torch.Tensor]:
 
         def attend(layer, q, k, v, position=position):
             keys[layer, position], values[layer, position] = k, v
-            past = (cache[layer, : position + 1].permute(1, 2, 0, 3) for cache in (keys, values))
-            mixed = torch.nn.functional.scaled_dot_product_attention(q.unsqueeze(2), *past, enable_gqa=True)
+            kind = shape.attention[layer]
+            seen = slice(max(0, position + 1 - (kind.window or LENGTH)), position + 1)
+            past = (cache[layer, seen].permute(1, 2, 0, 3) for cache in (keys, values))
+            mixed = functional.scaled_dot_product_attention(q.unsqueeze(2), *past, scale=kind.scale, enable_gqa=True)
             return mixed.squeeze(2)
 
         positions = torch.full((NUM_SEQUENCES,), position)
@@ -34,9 +38,16 @@ def _wander(loaded) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(ids), torch.stack(leads)
 
 
-@pytest.mark.parametrize("shape", [{}, {"tie": True}, {"seed": 1, "num_layers": 4}], ids=str)
-def test_greedy_is_clear_and_varied(tmp_path, shape):
-    ids, leads = _wander(load_model(make_tiny_llama(tmp_path, **shape)))
+SHAPES = [(family, {}) for family in FAMILIES] + [
+    ("llama", {"tie_word_embeddings": True}),
+    ("llama", {"seed": 1, "num_hidden_layers": 4}),
+    ("gemma3", {"seed": 1}),
+]
+
+
+@pytest.mark.parametrize(("family", "shape"), SHAPES, ids=str)
+def test_greedy_is_clear_and_varied(tmp_path, family, shape):
+    ids, leads = _wander(load_model(make_tiny(family, tmp_path, **shape)))
     assert (leads > 1e-3).float().mean() > 0.999
     distinct = torch.tensor([len(set(sequence)) / LENGTH for sequence in ids.T.tolist()])
     assert distinct.mean() > 0.4
@@ -51,6 +62,15 @@ def test_the_same_arguments_give_the_same_bytes(tmp_path):
     for file in sorted(first.iterdir()):
         assert file.read_bytes() == (second / file.name).read_bytes(), file.name
     assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
+
+
+def test_an_unknown_family_is_refused(tmp_path):
+    with pytest.raises(InvalidValue, match="family='gpt' is none of llama, mistral, qwen2"):
+        make_tiny("gpt", tmp_path)
+
+
+def test_the_command_knows_every_family():
+    assert make_tiny_command.FAMILIES == FAMILIES
 
 
 def test_a_vocabulary_without_room_for_bytes_is_refused(tmp_path):

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from perdure.ops.attention import AttentionRows, CacheShape, make_attention
+from perdure.ops.attention import AttentionRows, CacheShape, LayerAttention, make_attention
 
 HEADS = [(9, 3, 64), (4, 4, 16), (8, 1, 80)]  # query heads, key heads, head size
 PAGE_SIZES = [1, 4, 16, 64]
+KINDS = {
+    "window 1": {"window": 1},
+    "window 5": {"window": 5},
+    "window 64": {"window": 64},
+    "window 100": {"window": 100},
+    "soft cap": {"softcap": 3.0},
+    "all": {"window": 70, "softcap": 2.0, "scale": 0.5},
+}
 
 
 @pytest.fixture(params=[1], autouse=True)
@@ -26,8 +35,17 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 class Pool:
     """Requests of given lengths with their keys in shuffled pages; the rest of each last page is cleared."""
 
-    def __init__(self, heads: tuple[int, int, int], page_size: int, lengths: list[int]) -> None:
+    def __init__(
+        self,
+        heads: tuple[int, int, int],
+        page_size: int,
+        lengths: list[int],
+        *,
+        scale: float | None = None,
+        **kind: Any,
+    ) -> None:
         num_heads, num_kv_heads, head_dim = heads
+        self.layer = LayerAttention(head_dim**-0.5 if scale is None else scale, **kind)
         counts = [-(-length // page_size) for length in lengths]
         self.shape = CacheShape(num_heads, num_kv_heads, head_dim, sum(counts) + 3, page_size)
         rng = np.random.default_rng(1)
@@ -54,7 +72,7 @@ class Pool:
             starts=np.array([start for _, start, _ in spans]),
             block_table=self.table[[request for request, _, _ in spans]],
         )
-        out = make_attention(form, self.shape, batch_invariant=False).plan(rows).run(q, self.cache)
+        out = make_attention(form, self.shape, self.layer, batch_invariant=False).plan(rows).run(q, self.cache)
         assert out.shape == q.shape
         assert not out[len(out) - padding :].any()
         return list(out.clone()[: len(out) - padding].split([length for _, _, length in spans]))
@@ -142,10 +160,48 @@ def test_the_past_alone_counts():
     assert torch.equal(pool.run("tiled", [(0, 0, 80)])[0], before)
 
 
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [("tiled", kind) for kind in KINDS] + [("plain", kind) for kind in KINDS if "softcap" not in KINDS[kind]],
+)
+@pytest.mark.parametrize("page_size", [1, 7, 16, 64])
+def test_windows_and_soft_caps_equal_the_reference(form, page_size, kind):
+    pool = Pool((9, 3, 64), page_size, [70, 1, 64, 9, 330], **KINDS[kind])
+    spans = [(0, 69, 1), (1, 0, 1), (2, 60, 4), (3, 0, 9), (4, 329, 1), (4, 250, 80), (4, 0, 200), (4, 0, 330)]
+    for ours, expected in zip(pool.run(form, spans, padding=3), pool.run("reference", spans, padding=3)):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "page_size"), [(HEADS[0], 16), (HEADS[1], 3), (HEADS[2], 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_do_not_depend_on_the_chunking_with_windows_and_soft_caps(heads, page_size, kind):
+    pool = Pool(heads, page_size, [333], **KINDS[kind])
+    whole = pool.run("tiled", [(0, 0, 333)])[0]
+    for size in (7, 32, 64):
+        assert torch.equal(in_chunks(pool, 0, 333, size), whole), f"chunks of {size}"
+    for start in (1, 63, 65, 130, 200):
+        assert torch.equal(pool.run("tiled", [(0, start, 333 - start)])[0], whole[start:]), f"from {start}"
+    decoded = pool.run("tiled", [(0, position, 1) for position in range(333)])
+    assert torch.equal(torch.cat(decoded), whole)
+    for position in (0, 1, 63, 64, 191, 332):
+        assert torch.equal(pool.run("tiled", [(0, position, 1)])[0], whole[position : position + 1])
+
+
+def test_what_a_window_left_behind_is_not_read():
+    """Pages wholly before the tile that the window begins in may hold anything, even NaN."""
+    pool = Pool((4, 2, 16), 16, [400], window=50)
+    before = [pool.run("tiled", [span])[0] for span in ((0, 399, 1), (0, 330, 70))]
+    pool.cache[:, :, pool.table[0, :16]] = float("nan")  # the window of 330 begins at 281, in the tile from 256 on
+    after = [pool.run("tiled", [span])[0] for span in ((0, 399, 1), (0, 330, 70))]
+    assert all(torch.equal(ours, expected) for ours, expected in zip(after, before))
+
+
 def test_an_unknown_or_unfit_backend_is_refused():
-    shape = CacheShape(4, 2, 16, 4, 16)
+    shape, layer = CacheShape(4, 2, 16, 4, 16), LayerAttention(0.25)
     with pytest.raises(ValueError, match="attention_backend='flash' is none of auto, plain, reference, tiled"):
-        make_attention("flash", shape, batch_invariant=True)
+        make_attention("flash", shape, layer, batch_invariant=True)
     with pytest.raises(ValueError, match="'plain' is not batch invariant"):
-        make_attention("plain", shape, batch_invariant=True)
-    assert make_attention("auto", shape, batch_invariant=True).batch_invariant
+        make_attention("plain", shape, layer, batch_invariant=True)
+    assert make_attention("auto", shape, layer, batch_invariant=True).batch_invariant
+    with pytest.raises(ValueError, match=r"'plain' has no soft cap \(softcap=50.0\)"):
+        make_attention("plain", shape, LayerAttention(0.25, softcap=50.0), batch_invariant=False)

@@ -33,6 +33,15 @@ def test_a_pair_turns_by_position_times_frequency():
     torch.testing.assert_close(_rotated(x, positions)[:2], expected[:2], rtol=0, atol=1e-6)
 
 
+def test_a_part_of_a_head_may_turn():
+    x = torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(0))
+    table = rotary_table(inverse_frequencies(12, 10000.0), 64)
+    angles = rotations(table, torch.tensor([0, 1, 7, 30]), x.dtype)
+    turned = rotate(x, *angles)
+    assert torch.equal(turned[..., :12], rotate(x[..., :12].contiguous(), *angles))
+    assert torch.equal(turned[..., 12:], x[..., 12:])
+
+
 def test_products_depend_on_distance_only():
     q, k = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(0))
     near = (_rotated(q, torch.tensor([10])) * _rotated(k, torch.tensor([3]))).sum()

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, RowInit, StepOutput, StepPlan
+from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, RowInit, ScoreColumns, StepOutput, StepPlan
 from perdure.models.base import Model, ModelConfig, joined_shape
 from perdure.models.llama import LlamaModel, parameters
+from perdure.ops.attention import LayerAttention
 from perdure.ops.linear import packed
 from perdure.runner.runner import Runner
 
@@ -27,6 +28,8 @@ CONFIG = ModelConfig(
     num_heads=6,
     num_kv_heads=2,
     head_dim=8,
+    rotary_dim=8,
+    attention=(LayerAttention(8**-0.5),) * 2,
     vocab_size=VOCAB,
     max_position_embeddings=256,
     rms_norm_eps=1e-5,
@@ -145,3 +148,28 @@ class Driver:
         """Tokens of each slot over steps whose rows go on where they stand on the device."""
         steps = [self.run(*(Row(slot) for slot in slots)).tokens for _ in range(num_steps)]
         return [list(tokens) for tokens in zip(*steps)]
+
+
+def entries(columns: ScoreColumns) -> list[tuple]:
+    """(row, position, chosen, rank, top) of each."""
+    ends = np.cumsum(columns.num_top).tolist()
+    tops = [list(zip(columns.top_ids[e - n : e], columns.top_scores[e - n : e])) for e, n in zip(ends, columns.num_top)]
+    return list(zip(columns.row, columns.position, columns.chosen, columns.rank, tops))
+
+
+def prompt_scores(model: Model, ids: list[int], size: int, neighbour: bool = False) -> list[tuple]:
+    """All entries without their row, gathered over chunks of a size."""
+    driver = Driver(model)
+    driver.admit(0, len(ids), num_prompt_logprobs=3)
+    driver.admit(1, 6)
+    if neighbour:
+        driver.run(Row(1, prompt(6)))
+    found = []
+    for start in range(0, len(ids), size):
+        end = min(start + size, len(ids))
+        targets = ids[start + 1 : end + 1]
+        row = Row(0, ids[start:end], start, end == len(ids), targets, start + 1)
+        output = driver.run(*([Row(1)] if neighbour else []), row)
+        assert set(output.prompt_records.row) <= {int(neighbour)}
+        found += [entry[1:] for entry in entries(output.prompt_records)]
+    return found

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from perdure.api.plan import ScoreColumns, StepOutput
+from perdure.api.plan import StepOutput
 from perdure.ops.sampling_reference import log_softmax, rank
-from tests.runner.plans import VOCAB, Driver, Row, dense_logits, prompt
+from tests.runner.plans import VOCAB, Driver, Row, dense_logits, entries, prompt, prompt_scores
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
 
@@ -86,31 +86,6 @@ def test_masked_ids_hold_below_min_tokens_only(model):
     driver = Driver(model)
     driver.admit(0, 9, min_tokens=3, masked_ids=(free[0],))  # three tokens are there already
     assert driver.run(Row(0, ids)).tokens == free
-
-
-def entries(columns: ScoreColumns) -> list[tuple]:
-    """(row, position, chosen, rank, top) of each."""
-    ends = np.cumsum(columns.num_top).tolist()
-    tops = [list(zip(columns.top_ids[e - n : e], columns.top_scores[e - n : e])) for e, n in zip(ends, columns.num_top)]
-    return list(zip(columns.row, columns.position, columns.chosen, columns.rank, tops))
-
-
-def prompt_scores(model, ids, size, neighbour=False):
-    """All entries without their row, gathered over chunks of a size."""
-    driver = Driver(model)
-    driver.admit(0, len(ids), num_prompt_logprobs=3)
-    driver.admit(1, 6)
-    if neighbour:
-        driver.run(Row(1, prompt(6)))
-    found = []
-    for start in range(0, len(ids), size):
-        end = min(start + size, len(ids))
-        targets = ids[start + 1 : end + 1]
-        row = Row(0, ids[start:end], start, end == len(ids), targets, start + 1)
-        output = driver.run(*([Row(1)] if neighbour else []), row)
-        assert set(output.prompt_records.row) <= {int(neighbour)}
-        found += [entry[1:] for entry in entries(output.prompt_records)]
-    return found
 
 
 def test_t41_prompt_scores_under_chunking(model):

@@ -14,7 +14,7 @@ from perdure import InvalidValue
 from perdure.cli.info import in_units
 from perdure.cli.output import write
 
-FAMILIES = ("llama",)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3")
 
 
 def make_tiny(
@@ -25,13 +25,11 @@ def make_tiny(
     num_shards: Annotated[int, typer.Option(min=1, max=16, help="How many files hold the weights.")] = 1,
 ) -> None:
     """Write a small seeded checkpoint with a tokenizer."""
-    if family not in FAMILIES:
-        raise InvalidValue(f"family={family!r} is none of {', '.join(FAMILIES)}")
     if directory.is_dir() and any(directory.iterdir()):
         raise InvalidValue(f"{directory}: this directory is not empty, and nothing is overwritten")
 
-    from perdure.models.tiny import make_tiny_llama
+    from perdure.models.tiny import make_tiny as write_tiny
 
-    make_tiny_llama(directory, seed=seed, max_position_embeddings=max_position_embeddings, num_shards=num_shards)
+    write_tiny(family, directory, seed=seed, max_position_embeddings=max_position_embeddings, num_shards=num_shards)
     for path in sorted(directory.iterdir()):
         write(f"{path}  {in_units(path.stat().st_size)}\n")

@@ -1,50 +1,93 @@
-"""A byte-level BPE tokenizer built from a GGUF's metadata with the `tokenizers` library.
+"""A tokenizer built from a GGUF's metadata with the `tokenizers` library: byte-level BPE, or SentencePiece's BPE.
 
-- Merges and pieces come from the file; how text is cut before merging is named there (`tokenizer.ggml.pre`) and known
-  here. An unknown name is refused: guessing would give other ids than the model was trained on.
+- Byte-level ("gpt2"): merges and pieces come from the file; how text is cut before merging is named there
+  (`tokenizer.ggml.pre`) and known here. An unknown name is refused: guessing would give other ids than the model was
+  trained on.
+- SentencePiece ("llama"): pieces come with scores; of all neighbours that make a piece those merge first whose piece
+  scores best. Spaces are spelled U+2581, one is put before the text, and what no piece covers is spelled in bytes.
 - Control pieces are special (dropped from decoded text on demand); user-defined ones are matched whole but are text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BPETokenizer
 
 from perdure.api.errors import ModelLoadError
 from perdure.engine.chat_template import Messages, Tools, refuse_missing_template, render
 from perdure.models.gguf_file import GGUFFile
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # of tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of tokenizer.ggml.token_type
+SPACE = "\u2581"  # how SentencePiece spells one
 
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
-
-
-def _gpt2_split() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
-def _smollm_split() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_split()])
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How text is cut before pieces are merged.
+
+    pattern: the parts to cut out, in their order; None = GPT-2's own, which the library has.
+    single_digits: digits are cut apart first. nfc: text is composed first.
+    whole_first: a part that is a piece stays whole, whatever the merges. adds_bos: unless the file says otherwise.
+    """
+
+    pattern: str | None = None
+    single_digits: bool = False
+    nfc: bool = False
+    whole_first: bool = False
+    adds_bos: bool = False
+
+    def apply(self, tokenizer: BPETokenizer) -> None:
+        if self.nfc:
+            tokenizer.normalizer = normalizers.NFC()
+        steps: list[pre_tokenizers.PreTokenizer] = []
+        if self.single_digits:
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        if self.pattern is not None:
+            steps.append(pre_tokenizers.Split(Regex(self.pattern), behavior="isolated"))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
 
 
-def _llama3_split() -> pre_tokenizers.PreTokenizer:
-    words = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
-    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+def _words(digits: str) -> str:
+    """Words with what comes before them, digits by `digits`, punctuation, and spaces: since GPT-4 the usual cut."""
+    return rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{REST}"
 
 
-SPLITS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "default": _gpt2_split,
-    "gpt-2": _gpt2_split,
-    "smollm": _smollm_split,
-    **dict.fromkeys(LLAMA3_NAMES, _llama3_split),
+def _cased_words(endings: str, digits: str) -> str:
+    """The same with words cut where a capital follows a small letter."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{start}{UPPER}*{LOWER}+{endings}|{start}{UPPER}+{LOWER}*{endings}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{REST}"
+
+
+GPT2, SINGLE_DIGITS = Cut(), Cut(single_digits=True)
+GPT4 = Cut(_words(r"\p{N}{1,3}"))
+LLAMA3 = Cut(_words(r"\p{N}{1,3}"), whole_first=True, adds_bos=True)
+QWEN2 = Cut(_words(r"\p{N}"), nfc=True)
+GPT4O = Cut(_cased_words(f"{ENDINGS}?", r"\p{N}{1,3}"))
+TEKKEN = Cut(_cased_words("", r"\p{N}"), whole_first=True, adds_bos=True)
+
+CUTS: dict[str, Cut] = {
+    "default": GPT2,
+    "gpt-2": GPT2,
+    "smollm": SINGLE_DIGITS,
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
+    "olmo": GPT2,
+    "dbrx": GPT4,
+    "gpt-4o": GPT4O,
+    "tekken": TEKKEN,
+    "starcoder": SINGLE_DIGITS,
 }
+"""By `tokenizer.ggml.pre`. Files of OLMo 2 and Phi-4 say "dbrx", Phi-4-mini's "gpt-4o", Mistral Nemo's "tekken"."""
 
 
 class GGUFTokenizer:
@@ -52,19 +95,17 @@ class GGUFTokenizer:
 
     def __init__(self, file: GGUFFile) -> None:
         name, metadata = str(file.path), file.metadata
-        kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
-        if kind != "gpt2":
-            raise ModelLoadError(f"{name}: tokenizer.ggml.model={kind!r} is not supported; supported: 'gpt2'")
-        if pre not in SPLITS:
-            raise ModelLoadError(f"{name}: tokenizer.ggml.pre={pre!r} is not supported; supported: {', '.join(SPLITS)}")
-        self._pieces = _column(file, "tokenizer.ggml.tokens")
+        self._pieces: list[str] = _column(file, "tokenizer.ggml.tokens")
         types = _column(file, "tokenizer.ggml.token_type")
         if len(types) != len(self._pieces):
             raise ModelLoadError(f"{name}: {len(self._pieces)} tokens but {len(types)} token types")
-
-        self._inner = BPETokenizer(_bpe(file, self._pieces, ignore_merges=pre in LLAMA3_NAMES))
-        self._inner.pre_tokenizer = SPLITS[pre]()
-        self._inner.decoder = decoders.ByteLevel()
+        kind = metadata.get("tokenizer.ggml.model")
+        if kind == "gpt2":
+            self._inner, adds_bos = _byte_level(file, self._pieces)
+        elif kind == "llama":
+            self._inner, adds_bos = _sentencepiece(file, self._pieces, types), True
+        else:
+            raise ModelLoadError(f"{name}: tokenizer.ggml.model={kind!r} is not supported; supported: 'gpt2', 'llama'")
         self._inner.add_special_tokens(
             [
                 AddedToken(piece, special=True, normalized=False)
@@ -81,7 +122,7 @@ class GGUFTokenizer:
         self.bos_token_id: int | None = metadata.get("tokenizer.ggml.bos_token_id")
         self.eos_token_id: int | None = metadata.get("tokenizer.ggml.eos_token_id")
         self.all_special_ids = tuple(i for i, kind in enumerate(types) if kind in (UNKNOWN, CONTROL))
-        wants_bos = metadata.get("tokenizer.ggml.add_bos_token", pre in LLAMA3_NAMES)
+        wants_bos = metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
         self.adds_bos = bool(wants_bos) and self.bos_token_id is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -110,13 +151,48 @@ class GGUFTokenizer:
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else ""
 
 
-def _bpe(file: GGUFFile, pieces: list[str], ignore_merges: bool) -> models.BPE:
+def _byte_level(file: GGUFFile, pieces: list[str]) -> tuple[BPETokenizer, bool]:
+    """The tokenizer, and whether it adds BOS when the file does not say."""
+    pre = file.metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in CUTS:
+        raise ModelLoadError(f"{file.path}: tokenizer.ggml.pre={pre!r} is not supported; supported: {', '.join(CUTS)}")
+    cut = CUTS[pre]
     merges = [tuple(merge.split(" ")) for merge in _column(file, "tokenizer.ggml.merges")]
     try:
         vocabulary = {piece: token_id for token_id, piece in enumerate(pieces)}
-        return models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges)
+        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=cut.whole_first)
     except Exception as error:  # the library names the merge that does not fit, in errors of no common class
         raise ModelLoadError(f"{file.path}: tokenizer.ggml.merges do not fit the tokens ({error})") from error
+    tokenizer = BPETokenizer(model)
+    cut.apply(tokenizer)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, cut.adds_bos
+
+
+def _sentencepiece(file: GGUFFile, pieces: list[str], types: list[int]) -> BPETokenizer:
+    scores = _column(file, "tokenizer.ggml.scores")
+    if len(scores) != len(pieces):
+        raise ModelLoadError(f"{file.path}: {len(pieces)} tokens but {len(scores)} scores")
+    vocabulary = {piece: token_id for token_id, piece in enumerate(pieces)}
+    made = [token_id for token_id, kind in enumerate(types) if kind in (NORMAL, USER_DEFINED)]
+    made.sort(key=lambda token_id: -scores[token_id])
+    merges = [merge for token_id in made for merge in _merges_into(pieces[token_id], vocabulary)]
+    tokenizer = BPETokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True))
+    spell = normalizers.Replace(" ", SPACE)
+    read = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spell])
+        tokenizer.decoder = decoders.Sequence([*read, decoders.Strip(" ", 1, 0)])
+    else:
+        tokenizer.normalizer = spell
+        tokenizer.decoder = decoders.Sequence(read)
+    return tokenizer
+
+
+def _merges_into(piece: str, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """Every pair of pieces that makes this one, the longest first part first."""
+    pairs = ((piece[:at], piece[at:]) for at in range(len(piece) - 1, 0, -1))
+    return [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
 
 
 def _column(file: GGUFFile, key: str) -> list[Any]:

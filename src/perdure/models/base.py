@@ -1,5 +1,6 @@
 """What a model family is to the rest: a configuration, a forward pass over packed rows, a head, a table of weights.
 
+- `Family` is everything that differs from family to family: one value a file, listed in `registry`.
 - A model computes on one device and knows neither requests nor pages: attention over the past is given to it.
 - It is a plain object holding tensors; nothing here trains.
 - Rows of a step are packed: row i is one token of some request at absolute position positions[i].
@@ -9,18 +10,23 @@ Shapes: N rows, H = hidden_size, Hq query heads, Hkv key/value heads, D = head_d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from perdure.models.fields import Fields
+from perdure.ops.attention import LayerAttention
+from perdure.ops.linear import LinearForm
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A model's shape, as its files state it.
+    """A model's shape, as its files state it. A family that needs more makes a subclass of its own.
 
+    rotary_dim: elements of a head that turn with position. attention: one entry a layer.
     vocab_size: rows of the head, which may be more than the tokenizer has ids.
     rope_scaling: None, or `rope_type` and its numbers (`ops.rope.inverse_frequencies`).
     eos_token_ids: every id the files name as an end, ascending; empty when they name none.
@@ -34,6 +40,8 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int
+    attention: tuple[LayerAttention, ...]
     vocab_size: int
     max_position_embeddings: int
     rms_norm_eps: float
@@ -46,13 +54,23 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
 
+    def with_windows(self, windows: Iterable[int | None]) -> ModelConfig:
+        """The same with each layer's window."""
+        kinds = zip(self.attention, windows, strict=True)
+        return replace(self, attention=tuple(replace(kind, window=window) for kind, window in kinds))
+
+
+Weights = MutableMapping[str, Tensor]
+"""A model's weights by name. Building a model takes them out one by one, so that a form may lay each out anew without
+two copies of all of them."""
+
 
 class Attend(Protocol):
     """Attention of one layer, given by whoever owns the KV memory.
 
-    Stores k and v [N, Hkv, D] of these rows, then returns for each row its causal attention [N, Hq, D] over everything
-    stored for its request up to its own position. q and k come rotated; the scale 1/sqrt(D) is applied here. The inputs
-    may be strided views.
+    Stores k and v [N, Hkv, D] of these rows, then returns for each row its causal attention [N, Hq, D] over what is
+    stored for its request up to its own position, as `config.attention[layer]` says (window, scale, soft cap). q and k
+    come rotated. The inputs may be strided views.
     """
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
@@ -77,13 +95,15 @@ class Part:
     """One tensor as stored: its name in each format, and its shape.
 
     rotary_heads: the rows are those of so many heads that turn with position. GGUF stores such heads with their two
-    halves interleaved, and the loader takes them apart. 0 = an ordinary tensor.
+    halves interleaved for some families, and the loader takes them apart. 0 = an ordinary tensor.
+    gguf_added: what GGUF stores is the value plus this.
     """
 
     hf: str
     gguf: str
     shape: tuple[int, ...]
     rotary_heads: int = 0
+    gguf_added: float = 0.0
 
 
 Parts = tuple[Part, ...]
@@ -94,3 +114,34 @@ def joined_shape(parts: Parts) -> tuple[int, ...]:
     """The shape of the weight the parts make."""
     assert len({part.shape[1:] for part in parts}) == 1, "joined parts have rows of one width"
     return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+
+
+PARTIAL = "partial_rotary_factor"
+"""What config.json calls the part of a head that turns. A family that can turn less than all does not require 1."""
+
+
+def _as_it_is(fields: Fields, config: ModelConfig) -> ModelConfig:
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one family is read from its files and built.
+
+    architectures: its names in config.json. gguf: its name in a GGUF, None if it shares another's or has none.
+    parameters: every weight the model reads, by our names, and the stored tensors each is joined from.
+    defaults: what config.json may leave out because transformers knows it, where that differs from Llama's.
+    required: values config.json must have if it names them; others are not implemented.
+    read_json, read_gguf: what the files say beyond the common part, put into the configuration.
+    gguf_interleaves: GGUF stores its rotary heads interleaved (`Part.rotary_heads`).
+    """
+
+    architectures: tuple[str, ...]
+    gguf: str | None
+    build: Callable[[ModelConfig, Weights, LinearForm], Model]
+    parameters: Callable[[ModelConfig], dict[str, Parts]]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    required: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu", PARTIAL: 1.0})
+    read_json: Callable[[Fields, ModelConfig], ModelConfig] = _as_it_is
+    read_gguf: Callable[[Fields, ModelConfig], ModelConfig] = _as_it_is
+    gguf_interleaves: bool = False

@@ -1,5 +1,6 @@
 """Reading a model's shape from config.json or from GGUF metadata into one `ModelConfig`.
 
+- What all families state alike is read here, the rest by the family (`base.Family`).
 - Everything that changes the computation is either understood or refused by name; nothing is guessed past.
 - A missing or odd field is named with its file.
 - End ids are the union of what config.json and generation_config.json name; of a GGUF, its eos and eot ids.
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 
 from perdure.api.errors import ModelLoadError, ModelNotFound
-from perdure.models.base import ModelConfig
+from perdure.models.base import PARTIAL, Family, ModelConfig
+from perdure.models.fields import Fields, rope_fields, rope_scaling
 from perdure.models.gguf_file import GGUFFile
 from perdure.models.registry import find_family
-from perdure.ops.rope import SCALING_FIELDS
+from perdure.ops.attention import LayerAttention
 
 GENERATION_FILE = "generation_config.json"
 SAMPLING_NAMES = {
@@ -31,35 +33,6 @@ SAMPLING_NAMES = {
 """What a generation config may suggest, and what `SamplingParams` calls it."""
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-class Fields:
-    """Named values of one file, each checked as it is taken."""
-
-    def __init__(self, file: str, values: Mapping[str, Any]) -> None:
-        self.file = file
-        self.values = values
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        return int(self._number(name, int, default))
-
-    def real(self, name: str, default: float | None = None) -> float:
-        return float(self._number(name, (int, float), default))
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name, default)
-        if not isinstance(value, bool):
-            raise ModelLoadError(f"{self.file}: {name}={value!r} is not true or false")
-        return value
-
-    def _number(self, name: str, kind: type[int] | tuple[type[int], type[float]], default: float | None) -> Any:
-        value: Any = self.values.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise ModelLoadError(f"{self.file}: {name!r} is missing")
-        if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
-            raise ModelLoadError(f"{self.file}: {name}={value!r} is not a positive number of its kind")
-        return value
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -81,27 +54,32 @@ def config_from_directory(directory: Path) -> ModelConfig:
     if not path.is_file():
         raise ModelNotFound(f"{directory}: no config.json in this directory")
     values = read_json(path)
-    fields = Fields(str(path), values)
-    architecture = _architecture(fields)
-    _refuse_foreign_values(fields)
+    architecture = _architecture(values)
+    family = find_family(architecture, str(path))
+    fields = Fields(str(path), {**family.defaults, **values})
+    rope = rope_fields(fields)
+    _refuse_foreign_values(fields, rope, family)
 
-    num_heads = fields.integer("num_attention_heads")
+    num_heads, num_layers = fields.integer("num_attention_heads"), fields.integer("num_hidden_layers")
     hidden_size = fields.integer("hidden_size")
-    rope = _rope_fields(fields)
+    head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    rotary_factor = rope.real("partial_rotary_factor", fields.real("partial_rotary_factor", 1.0))
     generation = read_json(directory / GENERATION_FILE)
     config = ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=fields.integer("head_dim", hidden_size // num_heads),
+        head_dim=head_dim,
+        rotary_dim=int(head_dim * rotary_factor),
+        attention=(LayerAttention(head_dim**-0.5),) * num_layers,
         vocab_size=fields.integer("vocab_size"),
         max_position_embeddings=fields.integer("max_position_embeddings", 2048),
         rms_norm_eps=fields.real("rms_norm_eps", 1e-6),
-        rope_theta=Fields(fields.file, {"rope_theta": values.get("rope_theta"), **rope}).real("rope_theta", 10000.0),
-        rope_scaling=_rope_scaling(fields.file, rope),
+        rope_theta=rope.real("rope_theta", fields.real("rope_theta", 10000.0)),
+        rope_scaling=rope_scaling(rope),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         attention_bias=fields.flag("attention_bias", False),
         mlp_bias=fields.flag("mlp_bias", False),
@@ -112,14 +90,14 @@ def config_from_directory(directory: Path) -> ModelConfig:
         ),
         dtype=_stored_dtype(fields),
     )
-    return _checked(config, fields.file)
+    return _checked(family.read_json(fields, config), fields.file)
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
     """The shape that a GGUF's metadata and table of tensors state."""
     name = str(file.path)
     architecture = file.metadata.get("general.architecture", "(none)")
-    find_family(architecture, name)
+    family = find_family(architecture, name)
     prefix = f"{architecture}."
     fields = Fields(name, {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)})
     embedding = file.tensors.get("token_embd.weight")
@@ -128,18 +106,23 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
 
     hidden_size = fields.integer("embedding_length")
     num_heads = fields.integer("attention.head_count")
+    num_layers = fields.integer("block_count")
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
-    for field in ("rope.dimension_count", "attention.value_length"):
+    whole = ("attention.value_length", *(("rope.dimension_count",) if PARTIAL in family.required else ()))
+    for field in whole:
         if fields.integer(field, head_dim) != head_dim:
             raise ModelLoadError(f"{name}: {field}={fields.values[field]} differs from the head size {head_dim}")
+    window = fields.integer("attention.sliding_window", 0, least=0)  # 0 is how some writers say: none
     config = ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
         intermediate_size=fields.integer("feed_forward_length"),
-        num_layers=fields.integer("block_count"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
+        rotary_dim=fields.integer("rope.dimension_count", head_dim),
+        attention=(LayerAttention(head_dim**-0.5, window or None),) * num_layers,
         vocab_size=embedding.shape[0],
         max_position_embeddings=fields.integer("context_length"),
         rms_norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
@@ -155,7 +138,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         ),
         dtype=torch.float32,
     )
-    return _checked(config, name)
+    return _checked(family.read_gguf(fields, config), name)
 
 
 def sampling_defaults(directory: Path) -> dict[str, Any]:
@@ -164,42 +147,22 @@ def sampling_defaults(directory: Path) -> dict[str, Any]:
     return {ours: suggested[theirs] for theirs, ours in SAMPLING_NAMES.items() if suggested.get(theirs) is not None}
 
 
-def _architecture(fields: Fields) -> str:
-    named = fields.values.get("architectures")
-    architecture = str(named[0]) if isinstance(named, list) and named else "(none)"
-    find_family(architecture, fields.file)
-    return architecture
+def _architecture(values: Mapping[str, Any]) -> str:
+    named = values.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else "(none)"
 
 
-def _refuse_foreign_values(fields: Fields) -> None:
+def _refuse_foreign_values(fields: Fields, rope: Fields, family: Family) -> None:
     quantization = fields.values.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
         raise ModelLoadError(
             f"{fields.file}: quantization {method!r} is not supported; give a plain checkpoint or a GGUF"
         )
-    for name, supported in (("hidden_act", "silu"), ("partial_rotary_factor", 1.0)):
-        value = fields.values.get(name, supported)
-        if value != supported:
+    for name, supported in family.required.items():
+        value = rope.values.get(name, fields.values.get(name, supported))
+        if value is not None and value != supported:
             raise ModelLoadError(f"{fields.file}: {name}={value!r} is not supported; supported: {supported!r}")
-
-
-def _rope_fields(fields: Fields) -> dict[str, Any]:
-    """What newer files call rope_parameters and older ones rope_scaling; {} when neither says anything."""
-    rope = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ModelLoadError(f"{fields.file}: the rope parameters are no JSON object: {rope!r}")
-    return rope
-
-
-def _rope_scaling(file: str, rope: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind not in SCALING_FIELDS:
-        raise ModelLoadError(f"{file}: rope_type={kind!r} is not supported; supported: {', '.join(SCALING_FIELDS)}")
-    fields = Fields(file, rope)
-    return {"rope_type": kind} | {name: fields.real(name) for name in SCALING_FIELDS[kind]}
 
 
 def _gguf_rope_scaling(file: GGUFFile, fields: Fields) -> Mapping[str, Any] | None:
@@ -209,7 +172,7 @@ def _gguf_rope_scaling(file: GGUFFile, fields: Fields) -> Mapping[str, Any] | No
     kind = fields.values.get("rope.scaling.type", "none")
     if kind == "none":
         return None
-    return _rope_scaling(fields.file, {"rope_type": kind, "factor": fields.values.get("rope.scaling.factor")})
+    return rope_scaling(Fields(fields.file, {"rope_type": kind, "factor": fields.values.get("rope.scaling.factor")}))
 
 
 def _stored_dtype(fields: Fields) -> torch.dtype:
@@ -241,8 +204,12 @@ def _checked(config: ModelConfig, file: str) -> ModelConfig:
         raise ModelLoadError(
             f"{file}: {config.num_heads} heads cannot be shared by {config.num_kv_heads} key-value heads evenly"
         )
-    if config.head_dim % 2:
-        raise ModelLoadError(f"{file}: head size {config.head_dim} is odd; rotary embedding needs an even one")
-    if config.rope_scaling is not None and len(config.rope_scaling.get("factors", ())) not in (0, config.head_dim // 2):
-        raise ModelLoadError(f"{file}: 'rope_freqs.weight' does not hold {config.head_dim // 2} factors")
+    if config.rotary_dim % 2 or not 0 < config.rotary_dim <= config.head_dim:
+        raise ModelLoadError(
+            f"{file}: of a head of size {config.head_dim}, {config.rotary_dim} elements would turn with position; "
+            "that must be an even number of them"
+        )
+    num_factors = len((config.rope_scaling or {}).get("factors", ()))
+    if num_factors not in (0, config.rotary_dim // 2):
+        raise ModelLoadError(f"{file}: 'rope_freqs.weight' holds {num_factors} factors, not {config.rotary_dim // 2}")
     return config

@@ -29,7 +29,20 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-BLOCK_TYPES = {"Q8_0": quants.Q8_0, "Q4_0": quants.Q4_0, "Q4_1": quants.Q4_1}
+BLOCK_TYPES = {
+    "Q8_0": quants.Q8_0,
+    "Q4_0": quants.Q4_0,
+    "Q4_1": quants.Q4_1,
+    "Q5_0": quants.Q5_0,
+    "Q5_1": quants.Q5_1,
+    "Q2_K": quants.Q2_K,
+    "Q3_K": quants.Q3_K,
+    "Q4_K": quants.Q4_K,
+    "Q5_K": quants.Q5_K,
+    "Q6_K": quants.Q6_K,
+    "IQ4_NL": quants.IQ4_NL,
+    "IQ4_XS": quants.IQ4_XS,
+}
 SUPPORTED_TYPES = (*PLAIN_TYPES, *BLOCK_TYPES)
 
 _TYPE_NAMES = {int(kind): kind.name for kind in GGMLQuantizationType}

@@ -1,34 +1,19 @@
 """The families this package can run, by the names files give them.
 
-- One entry a family: how it is built, what it reads, what it may leave unread.
+- One file a family, one entry here; `docs/adding-a-family.md` tells how to add one.
 - Hugging Face names a family in config.json's `architectures`, GGUF in `general.architecture`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from perdure.api.errors import ModelLoadError
-from perdure.models import llama
-from perdure.models.base import Model, ModelConfig, Parts
-from perdure.models.layers import Weights
-from perdure.ops.linear import LinearForm
+from perdure.models import gemma3, llama, mistral, olmo2, phi3, qwen2, qwen3
+from perdure.models.base import Family
 
+FAMILIES = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY, phi3.FAMILY, olmo2.FAMILY, gemma3.FAMILY)
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How one family is built from its files."""
-
-    build: Callable[[ModelConfig, Weights, LinearForm], Model]
-    parameters: Callable[[ModelConfig], dict[str, Parts]]
-    ignored_suffixes: tuple[str, ...]
-
-
-LLAMA = Family(llama.LlamaModel, llama.parameters, llama.IGNORED_SUFFIXES)
-
-HF_ARCHITECTURES: dict[str, Family] = {"LlamaForCausalLM": LLAMA}
-GGUF_ARCHITECTURES: dict[str, Family] = {"llama": LLAMA}
+HF_ARCHITECTURES = {name: family for family in FAMILIES for name in family.architectures}
+GGUF_ARCHITECTURES = {family.gguf: family for family in FAMILIES if family.gguf is not None}
 
 
 def find_family(architecture: str, file: str) -> Family:

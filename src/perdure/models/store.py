@@ -1,7 +1,8 @@
 """Where a model's stored tensors lie: the files of a directory or one GGUF, seen as one table of names.
 
 - Opening reads headers only: what is missing, truncated, pickled or misshapen is refused before a weight is read.
-- Tensors come out piece by piece, in rows, as Hugging Face orders them (GGUF's interleaved heads are taken apart).
+- Tensors come out piece by piece, in rows, as Hugging Face orders them (GGUF's interleaved heads are taken apart), with
+  Hugging Face's values (what GGUF adds to some is taken off).
 - A stored tensor nobody reads is refused too: leaving out a bias would be a silently wrong model.
 """
 
@@ -51,11 +52,15 @@ class TensorFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A model's tensors by stored name, each with the file that holds it."""
+    """A model's tensors by stored name, each with the file that holds it.
+
+    interleaved: rotary heads are stored with their halves interleaved.
+    """
 
     path: Path
     names: Literal["hf", "gguf"]
     files: Mapping[str, TensorFile]
+    interleaved: bool = False
 
     def check(self, parts: list[Part], ignored_suffixes: tuple[str, ...]) -> None:
         """Refuse the store unless it holds exactly these parts, in these shapes."""
@@ -78,7 +83,7 @@ class Store:
         """The part in order: the first row of each piece, and its rows in the type they are stored in."""
         name, num_rows = self._name(part), part.shape[0]
         file = self.files[name]
-        if part.rotary_heads and self.names == "gguf":
+        if part.rotary_heads and self.interleaved:
             head_dim = num_rows // part.rotary_heads
             for start in range(0, num_rows, head_dim):
                 pairs = file.rows(name, start, start + head_dim)  # rows i and i + head_dim / 2 lie side by side
@@ -86,8 +91,10 @@ class Store:
                 yield start + head_dim // 2, pairs[1::2]
             return
         step = max(PIECE_SIZE // math.prod(part.shape[1:]), 1)
+        added = part.gguf_added if self.names == "gguf" else 0.0
         for start in range(0, num_rows, step):
-            yield start, file.rows(name, start, min(start + step, num_rows))
+            rows = file.rows(name, start, min(start + step, num_rows))
+            yield start, rows - added if added else rows
 
     def _name(self, part: Part) -> str:
         return part.hf if self.names == "hf" else part.gguf
@@ -100,9 +107,9 @@ def open_gguf(path: Path) -> GGUFFile:
     return GGUFFile(path)
 
 
-def gguf_store(file: GGUFFile) -> Store:
+def gguf_store(file: GGUFFile, *, interleaved: bool) -> Store:
     """All tensors of one GGUF."""
-    return Store(file.path, "gguf", dict.fromkeys(file.tensors, file))
+    return Store(file.path, "gguf", dict.fromkeys(file.tensors, file), interleaved)
 
 
 def directory_store(directory: Path) -> Store:

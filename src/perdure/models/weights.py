@@ -27,6 +27,9 @@ from perdure.ops.linear import LINEAR_FORMS, can_pack, row_tile
 LOAD_FORMATS = ("auto", "dummy")
 DUMMY_SCALE = 0.02
 
+NO_WEIGHTS = ("rotary_emb.inv_freq", "rope_freqs.weight")
+"""Stored tensors that hold no weight, by their ends: frequencies are computed from the configuration."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -79,8 +82,8 @@ def load_model(
     if load_format == "dummy":
         weights = _drawn(parameters, chosen, device, seed)
     else:
-        store = directory_store(path) if gguf is None else gguf_store(gguf)
-        unread = (*family.ignored_suffixes, "lm_head.weight") if config.tie_word_embeddings else family.ignored_suffixes
+        store = directory_store(path) if gguf is None else gguf_store(gguf, interleaved=family.gguf_interleaves)
+        unread = (*NO_WEIGHTS, "lm_head.weight") if config.tie_word_embeddings else NO_WEIGHTS
         store.check([part for parts in parameters.values() for part in parts], unread)
         weights = {name: _read(store, parts, chosen, device) for name, parts in parameters.items()}
     num_parameters = sum(weight.numel() for weight in weights.values())
@@ -127,5 +130,6 @@ def _drawn(parameters: Mapping[str, Parts], dtype: torch.dtype, device: torch.de
     for name, parts in parameters.items():
         weight = torch.empty(joined_shape(parts), dtype=dtype, device=device)
         is_norm = name.endswith("norm.weight")
-        weights[name] = weight.fill_(1.0) if is_norm else weight.normal_(0.0, DUMMY_SCALE, generator=generator)
+        one = 1.0 - parts[0].gguf_added  # of a norm that adds one to its weight
+        weights[name] = weight.fill_(one) if is_norm else weight.normal_(0.0, DUMMY_SCALE, generator=generator)
     return weights

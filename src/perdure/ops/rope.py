@@ -1,10 +1,10 @@
-"""Rotary position embedding, NeoX form: element i of a head turns with element i + D/2.
+"""Rotary position embedding, NeoX form: element i of a head turns with element i + R/2, for i < R/2.
 
 - Cosines and sines are computed in fp32 once, for every position a model has, and looked up by position: the bits of a
   position never depend on the step it is computed in.
 - A rotation is products and one sum, each rounded exactly: a row's bits depend on that row and its position alone.
 
-Shapes: N rows, H heads, D = head_dim, P positions. x [N, H, D], positions [N].
+Shapes: N rows, H heads, D = head_dim, R <= D elements of it turn, P positions. x [N, H, D], positions [N].
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ stores llama3: `factors` holds one divisor a frequency."""
 
 
 class RotaryTable(NamedTuple):
-    """Cosines and sines by position, both [P, D/2]."""
+    """Cosines and sines by position, both [P, R/2]."""
 
     cos: Tensor
     sin: Tensor
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None) -> Tensor:
-    """Angle per position of each pair, [D/2] fp32. `scaling` holds `rope_type` and its fields; None = none."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+def inverse_frequencies(rotary_dim: int, theta: float, scaling: Mapping[str, Any] | None = None) -> Tensor:
+    """Angle per position of each pair, [R/2] fp32. `scaling` holds `rope_type` and its fields; None = none."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     inverse = 1.0 / (theta**exponents)
     kind = "default" if scaling is None else scaling["rope_type"]
     if scaling is None or kind == "default":
@@ -68,7 +68,7 @@ def rotary_table(inverse: Tensor, num_positions: int) -> RotaryTable:
 
 
 def rotations(table: RotaryTable, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What `rotate` needs for these rows, made once a step for all layers: cos and signed sin, both [N, 1, D]."""
+    """What `rotate` needs for these rows, made once a step for all layers: cos and signed sin, both [N, 1, R]."""
     cos, sin = table.cos[positions], table.sin[positions]
     full_cos = torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1)
     full_sin = torch.cat((-sin, sin), dim=-1).to(dtype).unsqueeze(1)
@@ -76,7 +76,10 @@ def rotations(table: RotaryTable, positions: Tensor, dtype: torch.dtype) -> tupl
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn every head of every row of x [N, H, D] by its row's angles."""
-    half = x.shape[-1] // 2
+    """Turn the first R elements of every head of every row of x [N, H, D] by its row's angles."""
+    turning = cos.shape[-1]
+    if turning < x.shape[-1]:
+        return torch.cat((rotate(x[..., :turning], cos, sin), x[..., turning:]), dim=-1)
+    half = turning // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
     return swapped.mul_(sin).add_(x * cos)

@@ -27,7 +27,7 @@ class Runner:
 
     attention_backend: "auto" or a name of `ops.attention.FORMS`; the attribute of that name says what was chosen.
     row_tile: pad a step's rows to a multiple of it, where the model's products would do it otherwise.
-    ValueError: an unknown backend, or one that is not invariant where that was asked.
+    ValueError: an unknown backend, or one that cannot do what was asked or what the model needs.
     """
 
     def __init__(
@@ -46,8 +46,12 @@ class Runner:
         shape = CacheShape(config.num_heads, config.num_kv_heads, config.head_dim, num_pages, page_size)
         self._model = model
         self._shape = shape
-        self._attention = make_attention(attention_backend, shape, batch_invariant=batch_invariant)
-        self.attention_backend = self._attention.name
+        self._kinds = config.attention
+        self._forms = {
+            kind: make_attention(attention_backend, shape, kind, batch_invariant=batch_invariant)
+            for kind in dict.fromkeys(self._kinds)
+        }
+        self.attention_backend = self._forms[self._kinds[0]].name
         self._row_tile = row_tile
         self._kv = KVStore(config, num_pages, page_size)
         self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size))
@@ -73,13 +77,13 @@ class Runner:
 
         step = pack(plan, self._rows, self._shape.page_size, self._row_tile)
         self._rows.advance(step.slots, step.ends)
-        attention = self._attention.plan(step.attention)
+        planned = {kind: form.plan(step.attention) for kind, form in self._forms.items()}
         kv_write = plan_kv_write(self._shape, step.kv_slots)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             cache = self._kv.layers[layer]
             kv_write.run(k.float(), v.float(), cache)  # pages are fp32, whatever the model computes in
-            return attention.run(q.float(), cache).to(q.dtype)
+            return planned[self._kinds[layer]].run(q.float(), cache).to(q.dtype)
 
         hidden = self._model.forward(torch.from_numpy(step.token_ids), torch.from_numpy(step.positions), attend)
 

@@ -2,7 +2,9 @@
 
 - `AttentionRows` says where each row's queries lie in the packed batch, where they stand and which pages hold its keys.
 - A form plans a step (index tensors, masks) and the plan is run for each layer with that layer's cache.
-- Forms differ in speed and in bits, never in meaning: each is causal softmax(q k^T / sqrt(D)) v per query position.
+- A form serves layers of one kind (`LayerAttention`); a model with several kinds takes a form for each.
+- Forms differ in speed and in bits, never in meaning: each is causal softmax(cap(scale * q k^T)) v per query position,
+  over the positions its window leaves.
 
 Shapes: N packed queries, R rows, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, P pages of `page_size`.
 A layer's cache is one tensor [2, Hkv, P, page_size, D]: keys, then values.
@@ -38,6 +40,24 @@ class CacheShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What a layer's attention is, beyond its sizes.
+
+    scale: factor of the products q k^T.
+    window: a query sees itself and the window - 1 positions before it; None = all before it.
+    softcap: scaled products x become softcap * tanh(x / softcap); None = they stay.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+    def first_visible(self, position: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The first position that a query at each of these sees."""
+        return np.zeros_like(position) if self.window is None else np.maximum(position - self.window + 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionRows:
     """A step's rows. Row r computes absolute positions starts[r] .. starts[r] + offsets[r + 1] - offsets[r] - 1.
 
@@ -52,7 +72,7 @@ class AttentionRows:
 
 
 class PlannedAttention(Protocol):
-    """One step's attention, the same for each layer."""
+    """One step's attention, the same for each layer of a kind."""
 
     def run(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         """Attend q [N, Hq, D] over a layer's cache [2, Hkv, P, page_size, D], which already holds this step's keys.

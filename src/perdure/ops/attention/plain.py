@@ -2,6 +2,7 @@
 
 - Decode rows share one call over keys padded to the longest; a row of several queries gets a call of its own.
 - Not batch invariant: the kernel's blocks follow the shapes of the call.
+- The kernel has no soft cap; layers with one are refused.
 
 Shapes: as in `base`; B rows handled together, C = keys gathered for each.
 """
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from perdure.ops.attention.base import AttentionRows, CacheShape
+from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
 
 
 class PlainAttention:
@@ -24,14 +25,17 @@ class PlainAttention:
     name = "plain"
     batch_invariant = False
 
-    def __init__(self, shape: CacheShape) -> None:
+    def __init__(self, shape: CacheShape, layer: LayerAttention) -> None:
+        if layer.softcap is not None:
+            raise ValueError(f"attention_backend='plain' has no soft cap (softcap={layer.softcap}); use 'tiled'")
         self._shape = shape
+        self._layer = layer
 
     def plan(self, rows: AttentionRows) -> PlannedPlain:
         lengths = np.diff(rows.offsets)
         groups = [np.flatnonzero(lengths == 1)] if np.any(lengths == 1) else []
         groups += [np.array([row]) for row in np.flatnonzero(lengths > 1)]
-        return PlannedPlain(self._shape, [self._plan_call(rows, group) for group in groups])
+        return PlannedPlain(self._shape, self._layer.scale, [self._plan_call(rows, group) for group in groups])
 
     def _plan_call(self, rows: AttentionRows, group: NDArray[np.int64]) -> _Call:
         """Rows of equal length."""
@@ -45,7 +49,8 @@ class PlainAttention:
         heads = np.arange(2 * shape.num_kv_heads, dtype=np.int64) * shape.num_pages
         queries = rows.offsets[group, None] + np.arange(lengths[0])  # [B, queries]
         positions = rows.starts[group, None] + np.arange(lengths[0])
-        visible = np.arange(num_pages * shape.page_size) <= positions[:, :, None]  # [B, queries, C]
+        keys, last = np.arange(num_pages * shape.page_size), positions[:, :, None]
+        visible = (keys <= last) & (keys >= self._layer.first_visible(last))  # [B, queries, C]
         return _Call(
             queries=torch.from_numpy(queries),
             gather=torch.from_numpy((heads[:, None, None] + pages).reshape(-1)),
@@ -63,6 +68,7 @@ class _Call:
 @dataclass(frozen=True, slots=True)
 class PlannedPlain:
     shape: CacheShape
+    scale: float
     calls: list[_Call]
 
     def run(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -74,7 +80,7 @@ class PlannedPlain:
             keys, values = both.transpose(1, 2)  # each [B, Hkv, C, D]
             queries = q[call.queries].transpose(1, 2)  # [B, Hq, queries, D]
             mixed = functional.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=call.mask, enable_gqa=shape.group_size > 1
+                queries, keys, values, attn_mask=call.mask, scale=self.scale, enable_gqa=shape.group_size > 1
             )
             out[call.queries] = mixed.transpose(1, 2)
         return out

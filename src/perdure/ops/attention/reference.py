@@ -3,7 +3,7 @@
 - One query position at a time: gather its keys and values, softmax in float64, weighted sum.
 - Not for serving, and not bit-equal to any other form.
 
-Shapes: as in `base`; n = position + 1 keys of one query.
+Shapes: as in `base`; n keys that one query sees.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from perdure.ops.attention.base import AttentionRows, CacheShape
+from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
 
 
 class ReferenceAttention:
@@ -21,16 +21,18 @@ class ReferenceAttention:
     name = "reference"
     batch_invariant = True
 
-    def __init__(self, shape: CacheShape) -> None:
+    def __init__(self, shape: CacheShape, layer: LayerAttention) -> None:
         self._shape = shape
+        self._layer = layer
 
     def plan(self, rows: AttentionRows) -> PlannedReference:
-        return PlannedReference(self._shape, rows)
+        return PlannedReference(self._shape, self._layer, rows)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedReference:
     shape: CacheShape
+    layer: LayerAttention
     rows: AttentionRows
 
     def run(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -44,10 +46,13 @@ class PlannedReference:
 
     def _attend(self, q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, position: int) -> torch.Tensor:
         """One query q [Hq, D] at an absolute position; returns [Hq, D]."""
-        at = torch.arange(position + 1)
+        window = position + 1 if self.layer.window is None else self.layer.window
+        at = torch.arange(max(0, position + 1 - window), position + 1)
         pages, inside = table[at // self.shape.page_size], at % self.shape.page_size
         keys, values = cache[:, :, pages, inside].double()  # each [Hkv, n, D]
         grouped = q.double().view(self.shape.num_kv_heads, self.shape.group_size, self.shape.head_dim)
-        scores = torch.einsum("hgd,hnd->hgn", grouped, keys) / self.shape.head_dim**0.5
+        scores = torch.einsum("hgd,hnd->hgn", grouped, keys) * self.layer.scale
+        if self.layer.softcap is not None:
+            scores = torch.tanh(scores / self.layer.softcap) * self.layer.softcap
         mixed = torch.einsum("hgn,hnd->hgd", torch.softmax(scores, -1), values)
         return mixed.reshape(self.shape.num_heads, self.shape.head_dim).to(q.dtype)
