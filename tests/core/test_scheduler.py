@@ -287,6 +287,17 @@ class TestPause:
         bench.run()
         assert bench.ended("b").finish_reason == "length"
 
+    def test_wait_is_not_held_up_by_a_more_urgent_newcomer(self) -> None:
+        bench = Bench(max_num_seqs=1)
+        bench.submit("a", [1], max_tokens=2)
+        bench.step()
+        bench.submit("b", [2], max_tokens=2)
+        bench.apply(cmd.Pause(500, "wait"))
+        bench.submit("c", [3], max_tokens=2, priority=-1)
+        bench.run()
+        assert ev.Done(500) in bench.events and bench.ended("b").finish_reason == "length"
+        assert bench.scheduler.stats().num_waiting == 1
+
     def test_abort_ends_all_now(self) -> None:
         bench = Bench()
         bench.submit("a", [1, 2], max_tokens=3)

@@ -27,7 +27,7 @@ def test_launched_steps_run_in_order_without_waiting(model):
     threaded.close()
 
 
-def test_a_step_that_raises_fails_its_rows_and_no_later_step(model):
+def test_a_step_that_raises_fails_its_rows_until_their_slots_are_given_anew(model):
     driver = Driver(model)
     threaded = ThreadedRunner(driver.runner)
     driver.admit(0, 3)
@@ -36,9 +36,55 @@ def test_a_step_that_raises_fails_its_rows_and_no_later_step(model):
     assert [row for row, _ in output.errors] == [0, 1]
     assert "Error: " in output.errors[0][1] and len(output.errors[0][1]) > 20
     assert output.step == bad.step and output.num_sampled == [0, 0] and output.tokens == []
+    driver.admit(0, 3)
     good = threaded.launch(driver.plan(Row(0, [1, 2, 3]))).wait()
     assert good.errors == [] and good.num_sampled == [1]
     threaded.close()
+
+
+def test_steps_launched_behind_one_that_raised_leave_its_rows_out_and_write_nothing_of_them(model):
+    plain, driver = Driver(model), Driver(model)
+    for one in (plain, driver):
+        one.admit(0, 5)
+        one.admit(1, 4)
+        one.admit(2, 4)
+    plain.run(Row(1, prompt(4)))
+    expected = [plain.run(Row(1), Row(2, prompt(4))), plain.run(Row(1), Row(2))]
+
+    threaded = ThreadedRunner(driver.runner)
+    plans = [
+        driver.plan(Row(1, prompt(4))),
+        driver.plan(Row(0, [1, 2, 10**6, 3, 4])),
+        driver.plan(Row(0), Row(1), Row(2, prompt(4))),
+        driver.plan(Row(1), Row(0), Row(2)),
+    ]
+    tickets = [threaded.launch(plan) for plan in plans]
+    for ticket in tickets[:2]:
+        ticket.wait()
+    kv = driver.runner._kv._pool.clone()
+    before, after = tickets[2].wait(), tickets[3].wait()
+    assert [row for row, _ in before.errors] == [0] and before.num_sampled == [0, 1, 1]
+    assert [row for row, _ in after.errors] == [1] and after.num_sampled == [1, 0, 1]
+    assert [before.tokens, after.tokens] == [step.tokens for step in expected]
+    own = [page for slot in (0,) for page in driver.runner._rows.block_table[slot].tolist() if page]
+    assert own and (kv[:, :, :, own] == driver.runner._kv._pool[:, :, :, own]).all()
+    threaded.close()
+
+
+def test_what_is_no_exception_ends_the_thread_and_every_ticket_says_so(model):
+    driver = Driver(model)
+    threaded = ThreadedRunner(driver.runner)
+    driver.admit(0, 3)
+    driver.runner.execute = raise_exit
+    tickets = [threaded.launch(driver.plan(Row(0, [1, 2, 3]))) for _ in range(2)]
+    for ticket in tickets:
+        with pytest.raises(RuntimeError, match="SystemExit"):
+            ticket.wait()
+    threaded.close()
+
+
+def raise_exit(plan):
+    raise SystemExit(3)
 
 
 class SlowRunner:

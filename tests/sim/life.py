@@ -72,8 +72,15 @@ class Life:
             seed=rng.randrange(5),
         )
         self.faulty = rng.random() < 0.25
+        self.cancels = rng.random() < 0.3
+        """Whether a resume or an abort may help a pause that is not answered yet; else it must come by itself."""
         self.device = FakeDevice(
-            self.config.num_pages, page_size, self.config.max_num_seqs, self.config.vocab_size, self._fail
+            self.config.num_pages,
+            page_size,
+            self.config.max_num_seqs,
+            self.config.vocab_size,
+            self._fail,
+            self._fail_all,
         )
         self.scheduler = MarkingScheduler(self.config, lambda request: PieceCursor())
         self.scheduler.marks = marks
@@ -95,6 +102,9 @@ class Life:
             return {self.rng.randrange(len(plan.slot)): "planted"}
         return {}
 
+    def _fail_all(self, plan: StepPlan) -> bool:
+        return self.faulty and self.rng.random() < 0.02
+
     # Traffic
 
     def run(self) -> None:
@@ -105,18 +115,18 @@ class Life:
                 for _ in range(min(to_submit, self.rng.choice((1, 1, 2, 6)))):
                     to_submit -= 1
                     self._submit()
-            elif roll < 0.39:
+            elif roll < 0.39 and (self.cancels or self.pause_ticket is None or self.is_paused):
                 self._abort()
             elif roll < 0.42 and self.pause_ticket is None:
                 self._pause()
-            elif roll < 0.50 and self.pause_ticket is not None:
+            elif roll < 0.50 and self.pause_ticket is not None and (self.is_paused or self.cancels):
                 self._resume()
             elif roll < 0.51:
                 self._send(cmd.ResetPrefixCache(self._ticket()))
             self.loop.turn(block=False)
             if not to_submit and len(self.ended) + len(self.refused) == len(self.requests):
                 break
-            if not to_submit and self.pause_ticket is not None and self.rng.random() < 0.3:
+            if not to_submit and self.is_paused and self.rng.random() < 0.3:
                 self._resume()
         else:
             raise AssertionError(f"after {MAX_TURNS} turns requests are still alive: a live-lock")

@@ -84,9 +84,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise InvalidValue(f"{name}={value!r} is not an integer")
-            if value < low or (high is not None and value > high):
+            if value < low or value > (2**63 - 1 if high is None else high):
                 bounds = f"at least {low}" if high is None else f"{low} to {high}"
                 raise InvalidValue(f"{name}={value} is out of range: {bounds}")
+        for name in _TEXTS:
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise InvalidValue(f"{name}={getattr(self, name)!r} is not a str")
+        for name in _BOOLEANS:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidValue(f"{name}={getattr(self, name)!r} is not a bool")
         for name, allowed in _CHOICES:
             if getattr(self, name) not in allowed:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} is none of {', '.join(allowed)}")
@@ -122,6 +128,8 @@ _RANGES: tuple[tuple[str, int, int | None], ...] = (
     ("steps_in_flight", 1, 4),
     ("max_num_waiting", 1, None),
 )
+_TEXTS = ("model", "tokenizer", "journal")
+_BOOLEANS = ("enable_prefix_caching", "batch_invariant", "return_prompt", "check_integrity")
 _OPTIONAL = ("max_model_len", "num_pages", "kv_cache_bytes", "paused_pages", "max_num_waiting")
 _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtype", ("auto", "float32", "bfloat16", "float16")),

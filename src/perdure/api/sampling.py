@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -20,6 +20,8 @@ LogprobsMode = Literal["raw", "processed"]
 
 ALL_LOGPROBS = -1
 MAX_SEED = 2**64 - 1
+MAX_INTEGER = 2**63 - 1
+"""Every other integer fits a signed machine word: columns, journals and the wire hold nothing larger."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,14 +116,16 @@ def _integer(name: str, value: Any, *, low: int | None = None, high: int | None 
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidValue(f"{name}={value!r} is not an integer")
-    if low is not None and value < low:
+    high = MAX_INTEGER if high is None else high
+    low = -MAX_INTEGER if low is None else low
+    if value < low:
         raise InvalidValue(f"{name}={value} is below its least value {low}")
-    if high is not None and value > high:
+    if value > high:
         raise InvalidValue(f"{name}={value} is above its largest value {high}")
 
 
 def _number(name: str, value: Any, *, low: float | None = None, high: float | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise InvalidValue(f"{name}={value!r} is not a finite number")
     if low is not None and value < low:
         raise InvalidValue(f"{name}={value} is below its least value {low}")
@@ -134,24 +138,43 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...], *, optional: bool =
         raise InvalidValue(f"{name}={value!r} is none of {', '.join(allowed)}")
 
 
+def _items(name: str, value: Iterable[Any] | None) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable):
+        raise InvalidValue(f"{name}={value!r} is not a list")
+    return tuple(value)
+
+
 def _strings(name: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
-    given = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    given = (value,) if isinstance(value, str) else _items(name, value)
     for item in given:
         if not isinstance(item, str) or not item:
             raise InvalidValue(f"{name} holds {item!r}, which is not a non-empty string")
+        if not is_unicode(item):
+            raise InvalidValue(f"{name} holds {item!r}, which is not valid Unicode")
     return given
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written in UTF-8: it holds no lone half of a pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _ids(name: str, value: Iterable[int] | None) -> tuple[int, ...]:
-    given = () if value is None else tuple(value)
+    given = _items(name, value)
     for item in given:
-        if isinstance(item, bool) or not isinstance(item, int):
+        if isinstance(item, bool) or not isinstance(item, int) or abs(item) > MAX_INTEGER:
             raise InvalidValue(f"{name} holds {item!r}, which is not a token id")
     return given
 
 
 def _id_lists(name: str, value: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...]:
-    given = () if value is None else tuple(_ids(name, item) for item in value)
+    given = tuple(_ids(name, item) for item in _items(name, value))
     if any(not item for item in given):
         raise InvalidValue(f"{name} holds an empty sequence")
     return given

@@ -25,6 +25,11 @@ def admit(request: Request, arrival: int, config: CoreConfig, make_cursor: Curso
         _check_ids("stop_token_sequences", sequence, config.vocab_size)
     max_output = _output_budget(request, config)
     stops = StopRule(request, config.end_token_ids, max_output, make_cursor)
+    if len(stops.masked_ids) >= config.vocab_size:
+        raise InvalidValue(
+            f"min_tokens={params.min_tokens}: all {config.vocab_size} ids of this model would end the request, "
+            "so none could be sampled"
+        )
     seed = params.seed if params.seed is not None else derived_seed(config.seed, config.replica, arrival)
     return RequestState(request, arrival, seed, stops)
 

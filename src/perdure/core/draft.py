@@ -57,7 +57,7 @@ class PlanDraft:
                 top_p=float(params.top_p),
                 min_p=float(params.min_p),
                 seed=state.seed,
-                min_tokens=params.min_tokens,
+                min_tokens=state.stops.min_tokens,
                 masked_ids=state.stops.masked_ids,
                 num_logprobs=_num_logprobs(params.logprobs, vocab_size),
                 num_prompt_logprobs=_num_logprobs(params.prompt_logprobs, vocab_size),

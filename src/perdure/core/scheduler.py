@@ -205,11 +205,10 @@ class Scheduler:
         insort(self._waiting, state, key=_order)
 
     def _admissible(self) -> RequestState | None:
-        """The head of the queue, unless it must wait for something that is not a page or a slot."""
-        head = self._waiting[0] if self._waiting else None
-        if head is None or head.in_flight or not self._control.may_admit(head.arrival):
-            return None
-        return head
+        """The first in the queue that a pause does not hold back, unless its own steps are still in flight."""
+        may_admit = self._control.may_admit
+        head = next((state for state in self._waiting if may_admit(state.arrival)), None)
+        return None if head is None or head.in_flight else head
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
         while draft.tokens_left > 0 and self._slots.num_free and (state := self._admissible()) is not None:
@@ -226,7 +225,7 @@ class Scheduler:
         if not preempt.may_return(num_free, needed, len(self._residents), state.num_evictions):
             state.tried_at = self._pool.version
             return False
-        self._waiting.pop(0)
+        self._waiting.remove(state)
         state.move(Status.RUNNING)
         insort(self._residents, state, key=_order)
         state.slot = self._slots.take()

@@ -64,7 +64,7 @@ class StopRule:
         params = request.params
         self.prompt_length = len(request.prompt_token_ids)
         self.max_output = max_output
-        self.min_tokens = params.min_tokens
+        self.min_tokens = min(params.min_tokens, max_output + 1)  # more would mean the same: it ends by length
         self.reasons: dict[int, int | None] = {token: token for token in params.stop_token_ids}
         if not params.ignore_eos:
             self.reasons.update(dict.fromkeys(end_ids))

@@ -21,7 +21,7 @@ from perdure.api.request import Request, RequestId
 from perdure.api.sampling import SamplingParams
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals
-from perdure.engine.prompts import Prompt, checked_id, token_ids_of
+from perdure.engine.prompts import Prompt, checked_id, ids_to_abort, token_ids_of
 from perdure.engine.text import StreamBuilder, build_output
 from perdure.engine.tokenizer import Tokenizer
 
@@ -130,16 +130,20 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: RequestId | None = None
     ) -> RequestOutput:
-        """The whole result of one request."""
-        return await self.submit(prompt, sampling_params, request_id=request_id)
+        """The whole result of one request. Cancelling the call aborts the request: nobody else could."""
+        handle = self.submit(prompt, sampling_params, request_id=request_id)
+        try:
+            return await handle
+        except asyncio.CancelledError:
+            handle.abort()
+            raise
 
     async def abort(self, request_ids: RequestId | list[RequestId] | None = None) -> None:
         """End live requests with what they have; None = all."""
         if request_ids is None:
             self._engine.send(cmd.Abort(everything=True))
         else:
-            ids = [request_ids] if isinstance(request_ids, (str, int)) else list(request_ids)
-            self._engine.send(cmd.Abort(request_ids=ids))
+            self._engine.send(cmd.Abort(request_ids=ids_to_abort(request_ids)))
 
     async def pause(self, mode: cmd.PauseMode = "keep") -> None:
         """Returns when no token will come before `resume`."""

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
@@ -46,6 +47,8 @@ class Reply:
 
     def __init__(self) -> None:
         self.future: Future[object] = Future()
+        # From here on it cannot be cancelled: whoever waits may go away, the answer comes all the same.
+        self.future.set_running_or_notify_cancel()
 
     def deliver(self, event: Event) -> None:
         assert isinstance(event, ev.Done)
@@ -157,7 +160,9 @@ class Engine:
             left = list(self._receivers.values())
             self._receivers.clear()
         for receiver in left:
-            receiver.fail(EngineDead(reason))
+            with _logging_faults():
+                receiver.fail(EngineDead(reason))
+        self._loop.close()
         # The pool goes now, the weights with the last reference to this engine: nothing refers to it in a circle.
         self.resolved.runner.release()
         del self._loop
@@ -166,7 +171,17 @@ class Engine:
         for event in events:
             last = not isinstance(event, (ev.Progress, ev.FirstToken))
             receiver = self._receivers.pop(event.ticket) if last else self._receivers[event.ticket]
-            receiver.deliver(event)
+            with _logging_faults():
+                receiver.deliver(event)
+
+
+@contextlib.contextmanager
+def _logging_faults() -> Iterator[None]:
+    """What goes wrong at one receiver is nobody else's business, and not the loop's."""
+    try:
+        yield
+    except Exception:
+        log.exception("an event could not be delivered")
 
 
 def _open_journal(config: EngineConfig, resolved: Resolved) -> Journal | None:

@@ -10,6 +10,8 @@ from perdure.api.errors import PerdureError
 from perdure.api.event import Event
 from perdure.api.output import CompletionOutput, RequestMetrics, RequestOutput
 from perdure.api.request import Request, RequestId
+from perdure.api.sampling import SamplingParams
+from perdure.api.scores import TokenScores
 
 
 class Arrivals:
@@ -43,7 +45,8 @@ class Arrivals:
         )
 
 
-def refused_output(request_id: RequestId, error: PerdureError) -> RequestOutput:
+def refused_output(request_id: RequestId, params: SamplingParams, error: PerdureError) -> RequestOutput:
     """What stands in a list of results for a request that was not admitted."""
-    completion = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
+    scores = None if params.logprobs is None else TokenScores()
+    completion = CompletionOutput(index=0, text="", token_ids=[], logprobs=scores, finish_reason="error")
     return RequestOutput(request_id, [completion], finished=True, error=error)

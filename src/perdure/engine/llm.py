@@ -22,7 +22,7 @@ from perdure.api.request import Request, RequestId
 from perdure.api.sampling import SamplingParams
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals, refused_output
-from perdure.engine.prompts import Prompt, as_batch, checked_id, params_for, token_ids_of
+from perdure.engine.prompts import Prompt, as_batch, checked_id, ids_to_abort, params_for, token_ids_of
 from perdure.engine.text import build_output
 from perdure.engine.tokenizer import Tokenizer
 
@@ -103,6 +103,8 @@ class LLM:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise InvalidValue("chat needs a tokenizer, and the model came without one")
+        if not isinstance(messages, Sequence):
+            raise InvalidValue(f"messages={messages!r} is neither a conversation nor a list of conversations")
         bare = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if bare else messages
         prompts: list[Prompt] = [
@@ -131,24 +133,28 @@ class LLM:
         results = self.generate(whole[0] if bare else whole, params)
         if continuations is None:
             return results
-        return [self._continued(result, tail) for result, tail in zip(results, tails, strict=True)]
+        return [self._continued(*one) for one in zip(results, whole, tails, strict=True)]
 
     def _joined(self, prompt: Prompt, tail: list[int]) -> Prompt:
         """A prompt that is wrong in itself stays as it is: it becomes its own refusal."""
         try:
-            return token_ids_of(prompt, self.tokenizer)[0] + tail if tail else prompt
+            head = token_ids_of(prompt, self.tokenizer)[0]
         except InvalidValue:
             return prompt
+        return {"prompt_token_ids": head + tail if head else []}
 
-    def _continued(self, result: RequestOutput, tail: list[int]) -> RequestOutput:
-        """The scores of a prompt's last tokens as those of an output."""
+    def _continued(self, result: RequestOutput, whole: Prompt, tail: list[int]) -> RequestOutput:
+        """The scores of a prompt's last tokens as those of an output: of as many as were scored before it ended."""
         found = result.prompt_logprobs
-        if found is None:
+        if found is None or result.error is not None:
             return result
-        scores = found.cut(found.num_scored - len(tail), found.num_scored)
+        assert isinstance(whole, Mapping)
+        first, num_scored = len(whole["prompt_token_ids"]) - len(tail) - 1, found.num_scored
+        scores = found.cut(min(first, num_scored), num_scored)
         scores.spell = found.spell
-        text = "" if self.tokenizer is None else self.tokenizer.decode(tail)
-        output = replace(result.outputs[0], text=text, token_ids=tail, logprobs=scores)
+        token_ids = tail[: scores.num_scored]
+        text = "" if self.tokenizer is None else self.tokenizer.decode(token_ids)
+        output = replace(result.outputs[0], text=text, token_ids=token_ids, logprobs=scores)
         return replace(result, outputs=[output], prompt_logprobs=None)
 
     def _continuations(self, count: int, given: Prompt | Sequence[Prompt] | None) -> list[list[int]]:
@@ -182,7 +188,7 @@ class LLM:
             try:
                 token_ids, text = token_ids_of(prompt, self.tokenizer)
             except InvalidValue as error:
-                results[at] = refused_output(request_id, error)
+                results[at] = refused_output(request_id, one, error)
                 continue
             request = Request(request_id, self._engine.ticket(), token_ids, one, text)
             receivers[request.ticket] = (at, call.receiver(request))
@@ -203,7 +209,7 @@ class LLM:
             case PerdureError():
                 raise end
             case ev.Refused(_, request_id, failure):
-                return refused_output(request_id, failure.to_exception())
+                return refused_output(request_id, receiver.request.params, failure.to_exception())
             case ev.Ended(_, record):
                 return build_output(
                     receiver.request,
@@ -235,8 +241,7 @@ class LLM:
         if request_ids is None:
             self._engine.send(cmd.Abort(everything=True))
         else:
-            ids = [request_ids] if isinstance(request_ids, (str, int)) else list(request_ids)
-            self._engine.send(cmd.Abort(request_ids=ids))
+            self._engine.send(cmd.Abort(request_ids=ids_to_abort(request_ids)))
 
     def pause(self, mode: cmd.PauseMode = "keep") -> None:
         """Returns when no token will come before `resume`. keep: requests stay; wait: they end first; abort: now."""

@@ -1,7 +1,7 @@
 """The one loop. `steps_in_flight` makes it synchronous (1) or overlapped (2 and more); nothing else does.
 
 - It runs on a thread of its own; callers cross only by `Inbox` and `publish`.
-- A fault outside a step's own rows kills it: whoever waits is told once, through `on_death`, and the inbox refuses.
+- A fault outside a step's own rows ends `run` with it; its owner tells whoever waits.
 """
 
 from __future__ import annotations
@@ -70,13 +70,14 @@ class Loop:
 
     def run(self) -> None:
         """Turn until stopped and drained."""
-        try:
-            while not self.is_done:
-                self.turn(block=True)
-        finally:
-            self._device.close()
-            if self._journal is not None:
-                self._journal.close()
+        while not self.is_done:
+            self.turn(block=True)
+
+    def close(self) -> None:
+        """Let the device finish what was launched, and close the journal."""
+        self._device.close()
+        if self._journal is not None:
+            self._journal.close()
 
     def turn(self, block: bool) -> None:
         """Apply what arrived, keep the device busy, commit the oldest step. block: sleep if there is nothing to do."""

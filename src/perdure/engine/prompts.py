@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from perdure.api.errors import InvalidValue
 from perdure.api.request import RequestId
-from perdure.api.sampling import SamplingParams
+from perdure.api.sampling import MAX_INTEGER, SamplingParams, is_unicode
 from perdure.engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -21,45 +21,54 @@ _FIELDS = ("prompt", "prompt_token_ids")
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """The prompts as a list, and whether one bare prompt was given."""
+    prompts = _plain(prompts)
+    if isinstance(prompts, (bytes, bytearray)):
+        raise InvalidValue(f"prompts={prompts!r} is neither a prompt nor a list of prompts")
     if isinstance(prompts, (str, Mapping)):
         return [prompts], True
     if not isinstance(prompts, Sequence):
         raise InvalidValue(f"prompts={prompts!r} is neither a prompt nor a list of prompts")
-    if len(prompts) and not isinstance(prompts[0], (str, Mapping, Sequence)):
+    if len(prompts) and not isinstance(_plain(prompts[0]), (str, Mapping, Sequence)):
         return [cast(Prompt, prompts)], True
     return cast("list[Prompt]", list(prompts)), False
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int], str | None]:
     """A prompt's ids, and its text if text was given. Raises `InvalidValue`."""
+    prompt = _plain(prompt)
     if isinstance(prompt, Mapping):
         unknown = [name for name in prompt if name not in _FIELDS]
         given = [name for name in _FIELDS if prompt.get(name) is not None]
         if unknown or len(given) != 1:
-            raise InvalidValue(
-                f"a prompt dict holds one of {', '.join(_FIELDS)} and nothing else; got {sorted(prompt)}"
-            )
-        prompt = prompt[given[0]]
+            raise InvalidValue(f"a prompt dict holds one of {', '.join(_FIELDS)} and nothing else; got {list(prompt)}")
+        prompt = _plain(prompt[given[0]])
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidValue("the prompt is text, but the model came without a tokenizer: give token ids")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidValue(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from None
+        if not is_unicode(prompt):
+            raise InvalidValue(f"prompt={prompt!r} is not valid Unicode")
         return tokenizer.encode(prompt), prompt
-    if not isinstance(prompt, Sequence):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise InvalidValue(f"prompt={prompt!r} is neither text nor a list of token ids")
     return [_id(at, token) for at, token in enumerate(prompt)], None
 
 
 def _id(at: int, token: Any) -> int:
     """An int, or what stands for one exactly, as numpy's integers do."""
-    if type(token) is int:
-        return token
-    if isinstance(token, bool) or not hasattr(token, "__index__"):
+    try:
+        found = index(token)
+    except TypeError:
+        found = None
+    if found is None or isinstance(token, bool):
         raise InvalidValue(f"prompt_token_ids[{at}]={token!r} is not an int")
-    return index(token)
+    if abs(found) > MAX_INTEGER:
+        raise InvalidValue(f"prompt_token_ids[{at}]={token} is not a token id of any model")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tensors as the lists they hold."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def params_for(count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
@@ -80,4 +89,14 @@ def params_for(count: int, given: SamplingParams | Sequence[SamplingParams] | No
 def checked_id(request_id: RequestId) -> RequestId:
     if isinstance(request_id, bool) or not isinstance(request_id, (str, int)):
         raise InvalidValue(f"request_id={request_id!r} is neither a str nor an int")
+    if abs(request_id) > MAX_INTEGER if isinstance(request_id, int) else not is_unicode(request_id):
+        raise InvalidValue(f"request_id={request_id!r} fits neither 64 bits nor UTF-8")
     return request_id
+
+
+def ids_to_abort(request_ids: RequestId | Sequence[RequestId]) -> list[RequestId]:
+    """One id or several; each must be one that a request could have."""
+    given = [request_ids] if isinstance(request_ids, (str, int)) else request_ids
+    if not isinstance(given, Sequence):
+        raise InvalidValue(f"request_ids={request_ids!r} is neither an id nor a list of ids")
+    return [checked_id(one) for one in given]

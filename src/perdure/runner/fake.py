@@ -52,7 +52,8 @@ def top(content: int, token: int, count: int, vocab_size: int) -> tuple[list[int
 
 
 class FakeDevice:
-    """rows, pages and arithmetic as above. fail(plan) names rows of a step that shall fail, with messages."""
+    """rows, pages and arithmetic as above. fail(plan) names rows of a step that shall fail, with messages;
+    fail_all(plan): the whole step fails before anything of it took place."""
 
     def __init__(
         self,
@@ -61,11 +62,13 @@ class FakeDevice:
         num_slots: int,
         vocab_size: int,
         fail: Callable[[StepPlan], dict[int, str]] = lambda plan: {},
+        fail_all: Callable[[StepPlan], bool] = lambda plan: False,
     ) -> None:
         self.vocab_size = vocab_size
         self.num_executed = 0
         self._page_size = page_size
         self._fail = fail
+        self._raise = fail_all
         self._kv = np.full((num_pages, page_size), _DIRT, np.uint64)
         self._tables: list[list[int]] = [[] for _ in range(num_slots)]
         self._settings: list[RowInit | None] = [None] * num_slots
@@ -98,7 +101,14 @@ class FakeDevice:
             self._settings[settings.slot] = settings
             self._tables[settings.slot] = []
             self._failed.pop(settings.slot, None)
+        if self._raise(plan):
+            self._failed.update((slot, "the step raised") for slot in plan.slot)
+            errors = [(row, self._failed[slot]) for row, slot in enumerate(plan.slot)]
+            nothing = ScoreColumns.empty()
+            return StepOutput(plan.step, [0] * len(plan.slot), [], nothing, nothing, errors)
         for slot, index, page in zip(plan.table_slot, plan.table_index, plan.table_page, strict=True):
+            if slot in self._failed:
+                continue
             table = self._tables[slot]
             if index != len(table):
                 raise DeviceFault(f"slot {slot}: entry {index} of a block table with {len(table)} entries")

@@ -9,6 +9,8 @@ Shapes: M = tokens of the step, padded, Hq query heads, Hkv key heads, D head si
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -16,6 +18,7 @@ from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
 from perdure.models.base import Model
 from perdure.ops.attention import CacheShape, make_attention
 from perdure.ops.kv_write import plan_kv_write
+from perdure.runner.failed_rows import with_rows, without_rows
 from perdure.runner.inputs import pack
 from perdure.runner.kv_store import KVStore
 from perdure.runner.row_store import RowStore
@@ -53,6 +56,7 @@ class Runner:
         }
         self.attention_backend = self._forms[self._kinds[0]].name
         self._row_tile = row_tile
+        self._failed: dict[int, str] = {}
         self._kv = KVStore(config, num_pages, page_size)
         self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size))
         self._sampler = Sampler(model, self._rows, self._row_tile)
@@ -66,9 +70,23 @@ class Runner:
         """Give the pool's memory back, once nothing will be executed any more."""
         self._kv.release()
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Run the step. A row's own failure is an entry of `errors`; an exception means that the whole step failed."""
+        """Run the step. A row's own failure is an entry of `errors`; an exception means that the whole step failed, and
+        the caller must say so by `fail`."""
+        for init in plan.row_inits:
+            self._failed.pop(init.slot, None)
+        failed = {row: self._failed[slot] for row, slot in enumerate(plan.slot) if slot in self._failed}
+        output = self._run(plan) if not failed else with_rows(self._run(without_rows(plan, failed)), failed, plan)
+        self._failed.update((plan.slot[row], message) for row, message in output.errors)
+        return output
+
+    def fail(self, slots: Iterable[int], message: str) -> None:
+        """The rows in these slots hold nothing to go on from: they fail in steps launched already, and write nothing,
+        until their slot gets another request."""
+        self._failed.update((slot, message) for slot in slots)
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> StepOutput:
         # First of all and whatever happens after: later steps rely on these.
         self._rows.apply(plan)
         self._kv.clear(plan.fresh_pages)

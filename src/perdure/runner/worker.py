@@ -1,7 +1,8 @@
 """`ThreadedRunner`: executes plans in order on a thread of its own, so that planning overlaps with computing.
 
 - `launch` returns at once; a ticket is done when its step has run.
-- A step that raises becomes an output in which every row of that step failed; later steps go on.
+- A step that raises becomes an output in which every row of that step failed; later steps go on, without these rows.
+- What is no `Exception` (an exit, an interrupt) ends the thread; that step and every later one raise it to who waits.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ class StepTicket:
 
     def __init__(self) -> None:
         self._done = threading.Event()
-        self._output: StepOutput | None = None
+        self._output: StepOutput | BaseException | None = None
 
-    def fill(self, output: StepOutput) -> None:
+    def fill(self, output: StepOutput | BaseException) -> None:
         self._output = output
         self._done.set()
 
     def wait(self) -> StepOutput:
+        """Raises RuntimeError if the thread that should have run the step is gone."""
         self._done.wait()
         assert self._output is not None
+        if isinstance(self._output, BaseException):
+            raise RuntimeError(f"the runner's thread ended with {self._output!r}") from self._output
         return self._output
 
 
@@ -54,13 +58,22 @@ class ThreadedRunner:
             self.thread.join()
 
     def _work(self) -> None:
+        ended: BaseException | None = None
         while (step := self._steps.get()) is not None:
             plan, ticket = step
             try:
-                output = self._runner.execute(plan)
-            except Exception as error:
-                output = _failed(plan, f"{type(error).__name__}: {error}")
-            ticket.fill(output)
+                ticket.fill(self._execute(plan) if ended is None else ended)
+            except BaseException as error:
+                ended = error
+                ticket.fill(error)
+
+    def _execute(self, plan: StepPlan) -> StepOutput:
+        try:
+            return self._runner.execute(plan)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            self._runner.fail(plan.slot, message)
+            return _failed(plan, message)
 
 
 def _failed(plan: StepPlan, message: str) -> StepOutput:

@@ -1,0 +1,50 @@
+"""Leaving rows out of a step: those of requests that failed while this step was launched already.
+
+Pure functions on plans and outputs. Deltas stay: the block tables they change belong to rows of the same plan, and
+pages must be cleared for whoever gets them next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
+
+COLUMNS = ("request", "slot", "start", "length", "num_tokens", "sample", "target_start", "num_targets")
+
+
+def without_rows(plan: StepPlan, failed: Mapping[int, str]) -> StepPlan:
+    """The plan with these rows' columns, tokens and targets taken out."""
+    kept = [row for row in range(len(plan.slot)) if row not in failed]
+    tokens: list[int] = []
+    targets: list[int] = []
+    token_at = target_at = 0
+    for row, (num_tokens, num_targets) in enumerate(zip(plan.num_tokens, plan.num_targets, strict=True)):
+        if row not in failed:
+            tokens += plan.tokens[token_at : token_at + num_tokens]
+            targets += plan.targets[target_at : target_at + num_targets]
+        token_at += num_tokens
+        target_at += num_targets
+    columns = {name: [getattr(plan, name)[row] for row in kept] for name in COLUMNS}
+    return replace(plan, **columns, tokens=tokens, targets=targets)
+
+
+def with_rows(output: StepOutput, failed: Mapping[int, str], plan: StepPlan) -> StepOutput:
+    """The output of `without_rows(plan, failed)` as one of the whole plan, the rows left out being errors."""
+    kept = [row for row in range(len(plan.slot)) if row not in failed]
+    num_sampled = [0] * len(plan.slot)
+    for row, count in zip(kept, output.num_sampled, strict=True):
+        num_sampled[row] = count
+
+    def renamed(scores: ScoreColumns) -> ScoreColumns:
+        return replace(scores, row=[kept[row] for row in scores.row])
+
+    return replace(
+        output,
+        num_sampled=num_sampled,
+        records=renamed(output.records),
+        prompt_records=renamed(output.prompt_records),
+        errors=sorted([*failed.items(), *((kept[row], message) for row, message in output.errors)]),
+    )
