@@ -31,6 +31,7 @@ class Raising:
         time.sleep(self._slow)
         if not self.num_raised and self._when(plan):
             self.num_raised += 1
+            self._runner._rows.apply(plan)  # it raises where it hurts: rows stand at their beginning, tables are set
             raise self._error
         return self._run(plan)
 
