@@ -6,6 +6,8 @@ import io
 import json
 from pathlib import Path
 
+import pytest
+
 from perdure import EngineConfig
 from perdure.api import event as ev
 from perdure.api.config import CoreConfig
@@ -134,3 +136,25 @@ def check_ends(events: list[Event], outputs: list[RequestOutput]) -> None:
             assert record.scores == completion.logprobs
             assert record.prompt_scores == output.prompt_logprobs
     assert not ends
+
+
+WHOLE = """
+import json, pathlib, re, sys
+from perdure import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], kv_cache_bytes=200_000_000, max_model_len=2048)
+params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=-1)
+(output,) = llm.generate([[(7 * n) % 40_000 for n in range(200)]], params)
+peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
+about = llm.describe()
+print(json.dumps([peak, about["weights_bytes"] + about["kv_cache_bytes"], len(output.prompt_logprobs.top_ids)]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
+def test_whole_vocabulary_scores_cost_a_few_bytes_each(smollm2_path: Path) -> None:
+    """199 positions of 49,152 ids: what was asked takes 8 bytes a score, and not many times that on the way."""
+    peak, base, num_scores = json.loads(run_python(WHOLE, smollm2_path))
+    witness("whole-vocabulary-scores", peak_bytes=peak, num_scores=num_scores)
+    assert num_scores == 199 * 49152
+    assert peak <= base + MEMORY_SLACK + 3 * 8 * num_scores

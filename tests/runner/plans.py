@@ -153,7 +153,8 @@ class Driver:
 def entries(columns: ScoreColumns) -> list[tuple]:
     """(row, position, chosen, rank, top) of each."""
     ends = np.cumsum(columns.num_top).tolist()
-    tops = [list(zip(columns.top_ids[e - n : e], columns.top_scores[e - n : e])) for e, n in zip(ends, columns.num_top)]
+    ids, scores = np.frombuffer(columns.top_ids, "<i4").tolist(), np.frombuffer(columns.top_scores, "<f4").tolist()
+    tops = [list(zip(ids[e - n : e], scores[e - n : e])) for e, n in zip(ends, columns.num_top)]
     return list(zip(columns.row, columns.position, columns.chosen, columns.rank, tops))
 
 

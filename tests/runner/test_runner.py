@@ -142,7 +142,7 @@ def test_scoring_only_draws_nothing(model):
     ids = prompt(8)
     output = driver.run(Row(0, ids, sample=False, targets=ids[1:], target_start=1))
     assert output.num_sampled == [0] and output.tokens == [] and len(output.prompt_records.chosen) == 7
-    assert output.prompt_records.top_ids == []
+    assert output.prompt_records.top_ids == b""
 
 
 class NaNModel:

@@ -71,17 +71,17 @@ class ScriptedDevice(fake.FakeDevice):
         self.during_step(plan)
         return super()._execute(plan)
 
-    def _run_row(self, plan: StepPlan, row: int, given: list[int], targets: list[int], output: StepOutput) -> int:
-        if not super()._run_row(plan, row, given, targets, output):
+    def _run_row(self, plan: StepPlan, row: int, given: list[int], targets: list[int], made: fake.Made) -> int:
+        if not super()._run_row(plan, row, given, targets, made):
             return 0
         slot = plan.slot[row]
         settings, end = self._settings[slot], self._position[slot]
         assert settings is not None
         token = self._scripted(settings, end - settings.prompt_length)
-        output.tokens[-1] = self._last_token[slot] = token
+        made.tokens[-1] = self._last_token[slot] = token
         if settings.num_logprobs != NO_LOGPROBS:
             known = self._read(self._kv[self._tables[slot]].reshape(-1)[:end])
-            output.records.chosen[-1] = fake.score(known, token)
+            made.records.columns.chosen[-1] = fake.score(known, token)
         return 1
 
     def _scripted(self, settings: RowInit, index: int) -> int:

@@ -73,7 +73,8 @@ class ScoreColumns(msgspec.Struct, frozen=True, array_like=True):
     """Scores of tokens, one entry a scored token, flat: `row` is the plan's row, `position` the token's absolute one.
 
     chosen: natural-log probability of that token. rank: 1 = the most likely. num_top[j] pairs of (top_ids,
-    top_scores), best first (ties to the lower id), belong to entry j; 0 where only the chosen score was asked.
+    top_scores), best first (ties to the lower id), belong to entry j; 0 where only the chosen score was asked. Pairs
+    are packed (int32 and float32, little-endian): a whole vocabulary a token would be gigabytes of numbers otherwise.
     Entries of one row are contiguous, in order of position, and rows come in the plan's order.
     """
 
@@ -82,12 +83,12 @@ class ScoreColumns(msgspec.Struct, frozen=True, array_like=True):
     chosen: list[float]
     rank: list[int]
     num_top: list[int]
-    top_ids: list[int]
-    top_scores: list[float]
+    top_ids: bytes
+    top_scores: bytes
 
     @staticmethod
     def empty() -> ScoreColumns:
-        return ScoreColumns([], [], [], [], [], [], [])
+        return ScoreColumns([], [], [], [], [], b"", b"")
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import overload
+from typing import Any, TypeAlias, overload
 
 import msgspec
 
@@ -19,6 +19,9 @@ class Logprob(msgspec.Struct, frozen=True):
     logprob: float
     rank: int
     decoded_token: str | None = None
+
+
+Packed: TypeAlias = "array[Any] | memoryview[Any]"
 
 
 class TokenScores(Sequence["dict[int, Logprob] | None"]):
@@ -42,17 +45,16 @@ class TokenScores(Sequence["dict[int, Logprob] | None"]):
         self.top_ids = array("i")
         self.top_scores = array("f")
 
-    def append(
-        self, token_id: int, chosen: float, rank: int, top_ids: Sequence[int], top_scores: Sequence[float]
-    ) -> None:
+    def append(self, token_id: int, chosen: float, rank: int, top_ids: Packed, top_scores: Packed) -> None:
+        """One more token. top_ids and top_scores are buffers of int32 and float32."""
         self.token_ids.append(token_id)
         self.chosen.append(chosen)
         self.rank.append(rank)
         self.num_top.append(len(top_ids))
         self.top_first.append(len(self.top_ids))
-        if top_ids:
-            self.top_ids.extend(top_ids)
-            self.top_scores.extend(top_scores)
+        if len(top_ids):
+            self.top_ids.frombytes(memoryview(top_ids).cast("B"))
+            self.top_scores.frombytes(memoryview(top_scores).cast("B"))
 
     @property
     def num_scored(self) -> int:

@@ -20,13 +20,14 @@ def rows_with_scores(columns: ScoreColumns) -> dict[int, tuple[int, int, int]]:
 def append_scores(into: TokenScores, columns: ScoreColumns, where: tuple[int, int, int], tokens: list[int]) -> None:
     """Append one row's entries; tokens is the request's whole list, read at the entries' positions."""
     first, end, top = where
+    top_ids, top_scores = memoryview(columns.top_ids).cast("i"), memoryview(columns.top_scores).cast("f")
     for entry in range(first, end):
         top_end = top + columns.num_top[entry]
         into.append(
             tokens[columns.position[entry]],
             columns.chosen[entry],
             columns.rank[entry],
-            columns.top_ids[top:top_end],
-            columns.top_scores[top:top_end],
+            top_ids[top:top_end],
+            top_scores[top:top_end],
         )
         top = top_end

@@ -2,6 +2,7 @@
 
 - A result's text is one decode of its whole output; the parts of a stream joined are that text.
 - A part never ends inside a character, and holds back only what can still become a stop.
+- Bytes that make no character become U+FFFD, in streams and results alike.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from perdure.engine.tokenizer import Tokenizer
 
 UNFINISHED = "\ufffd"
 """What decoders put where bytes do not make a character; at the end of a text it may still become one."""
+
+MOST_PENDING = 16
+"""Ids without certain text that are kept waiting: more than any character's bytes."""
 
 
 class Detokenizer:
@@ -38,10 +42,13 @@ class Detokenizer:
             self._window.append(token)
             old = self._decode(self._window[: self._known])
             new = self._decode(self._window)
-            if len(new) > len(old) and not new.endswith(UNFINISHED):
+            is_long = len(self._window) - self._known >= MOST_PENDING
+            if len(new) > len(old) and (is_long or not new.endswith(UNFINISHED)):
                 given.append(new[len(old) :])
                 del self._window[: self._known]
                 self._known = len(self._window)
+            elif is_long and new == old:  # only ids without text, such as special ones that are skipped
+                del self._window[self._known :]
         return "".join(given)
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -9,11 +9,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, RowInit, ScoreColumns, StepOutput, StepPlan
 
@@ -116,7 +118,7 @@ class FakeDevice:
         self._kv[plan.fresh_pages] = _CLEARED
         self._failed.update((plan.slot[row], message) for row, message in self._fail(plan).items())
         failed = {row: self._failed[slot] for row, slot in enumerate(plan.slot) if slot in self._failed}
-        output = StepOutput(plan.step, [], [], ScoreColumns.empty(), ScoreColumns.empty(), list(failed.items()))
+        made = Made(list(failed.items()))
         token_at = target_at = 0
         for row in range(len(plan.slot)):
             given = plan.tokens[token_at : token_at + plan.num_tokens[row]]
@@ -124,12 +126,12 @@ class FakeDevice:
             token_at += len(given)
             target_at += len(targets)
             if row in failed:
-                output.num_sampled.append(0)
+                made.num_sampled.append(0)
                 continue
-            output.num_sampled.append(self._run_row(plan, row, given, targets, output))
-        return output
+            made.num_sampled.append(self._run_row(plan, row, given, targets, made))
+        return made.output(plan.step)
 
-    def _run_row(self, plan: StepPlan, row: int, given: list[int], targets: list[int], output: StepOutput) -> int:
+    def _run_row(self, plan: StepPlan, row: int, given: list[int], targets: list[int], made: Made) -> int:
         slot = plan.slot[row]
         settings = self._settings[slot]
         if settings is None or settings.request != plan.request[row]:
@@ -143,16 +145,16 @@ class FakeDevice:
             before = int(content[at - 1])
             if not start < at <= end:
                 raise DeviceFault(f"slot {slot}: a score of position {at} from positions {start} to {end - 1}")
-            self._score(output.prompt_records, row, at, before, target, settings.num_prompt_logprobs)
+            self._score(made.prompt_records, row, at, before, target, settings.num_prompt_logprobs)
         self._position[slot] = end
         if not plan.sample[row]:
             return 0
         known = self._read(content)
         token = draw(known, settings.seed, end - settings.prompt_length, settings, self.vocab_size)
         self._last_token[slot] = token
-        output.tokens.append(token)
+        made.tokens.append(token)
         if settings.num_logprobs != NO_LOGPROBS:
-            self._score(output.records, row, end, known, token, settings.num_logprobs)
+            self._score(made.records, row, end, known, token, settings.num_logprobs)
         return 1
 
     def _write(self, slot: int, start: int, tokens: list[int]) -> np.ndarray:
@@ -179,15 +181,45 @@ class FakeDevice:
         """Attention of a sort: depends on every position."""
         return int(content.sum(dtype=np.uint64)) & _MASK
 
-    def _score(self, into: ScoreColumns, row: int, at: int, content: int, token: int, num_top: int) -> None:
+    def _score(self, into: _Scored, row: int, at: int, content: int, token: int, num_top: int) -> None:
         ids, scores = top(content, token, num_top, self.vocab_size)
-        into.row.append(row)
-        into.position.append(at)
-        into.chosen.append(score(content, token))
-        into.rank.append(1 + content % 5)
-        into.num_top.append(len(ids))
-        into.top_ids.extend(ids)
-        into.top_scores.extend(scores)
+        into.add(row, at, score(content, token), 1 + content % 5, ids, scores)
+
+
+class _Scored:
+    """Scores as they are made; the packed pairs grow in arrays."""
+
+    def __init__(self) -> None:
+        self.columns = ScoreColumns.empty()
+        self.top_ids = array("i")
+        self.top_scores = array("f")
+
+    def add(self, row: int, at: int, chosen: float, rank: int, ids: list[int], scores: list[float]) -> None:
+        self.columns.row.append(row)
+        self.columns.position.append(at)
+        self.columns.chosen.append(chosen)
+        self.columns.rank.append(rank)
+        self.columns.num_top.append(len(ids))
+        self.top_ids.extend(ids)
+        self.top_scores.extend(scores)
+
+    def packed(self) -> ScoreColumns:
+        return replace(self.columns, top_ids=self.top_ids.tobytes(), top_scores=self.top_scores.tobytes())
+
+
+class Made:
+    """A step's output as it is made."""
+
+    def __init__(self, errors: list[tuple[int, str]]) -> None:
+        self.num_sampled: list[int] = []
+        self.tokens: list[int] = []
+        self.records = _Scored()
+        self.prompt_records = _Scored()
+        self.errors = errors
+
+    def output(self, step: int) -> StepOutput:
+        scores, prompt_scores = self.records.packed(), self.prompt_records.packed()
+        return StepOutput(step, self.num_sampled, self.tokens, scores, prompt_scores, self.errors)
 
 
 class FakeTicket:

@@ -9,7 +9,7 @@ Shapes: H = hidden size, V = vocabulary, S sampled rows, T targets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -104,6 +104,7 @@ class ScoreEntries:
     def add(self, rows: Ints, positions: Ints, scores: Scores) -> None:
         self.rows.append(rows)
         self.positions.append(positions)
+        scores = replace(scores, top_ids=[ids.astype(np.int32) for ids in scores.top_ids])
         self.scores.append(scores)
 
     def columns(self, errors: dict[int, str]) -> ScoreColumns:
@@ -123,6 +124,6 @@ class ScoreEntries:
             chosen=np.concatenate([part.chosen for part in self.scores])[order].tolist(),
             rank=np.concatenate([part.rank for part in self.scores])[order].tolist(),
             num_top=[len(top_ids[entry]) for entry in kept],
-            top_ids=[id_ for entry in kept for id_ in top_ids[entry].tolist()],
-            top_scores=[value for entry in kept for value in top_scores[entry].tolist()],
+            top_ids=b"".join(top_ids[entry].astype("<i4").tobytes() for entry in kept),
+            top_scores=b"".join(top_scores[entry].astype("<f4").tobytes() for entry in kept),
         )
