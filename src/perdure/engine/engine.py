@@ -25,6 +25,7 @@ from perdure.core.journal import Journal
 from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import TextCursor
 from perdure.engine.loop import Inbox, Loop
+from perdure.engine.progress import Reporter
 from perdure.engine.resolve import Resolved, resolve
 from perdure.engine.text import Detokenizer
 from perdure.runner.worker import ThreadedRunner
@@ -62,7 +63,8 @@ class Engine:
     """Starts its thread when built, and runs until `close`."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.resolved: Resolved = resolve(config)
+        self.reporter = Reporter(config.progress)
+        self.resolved: Resolved = resolve(config, self.reporter)
         self.tokenizer = self.resolved.tokenizer
         core = self.resolved.core
         if core.max_num_tokens < core.max_model_len:
