@@ -20,6 +20,7 @@ from perdure.api.event import Event
 from perdure.api.output import RequestOutput, Stats
 from perdure.api.request import Request, RequestId
 from perdure.api.sampling import SamplingParams
+from perdure.engine.conversation import laid_out
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals, refused_output
 from perdure.engine.progress import follow
@@ -101,15 +102,14 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Continue one conversation (a list of {"role", "content"}) or several, laid out by the model's template."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise InvalidValue("chat needs a tokenizer, and the model came without one")
+        """Continue one conversation (a list of {"role", "content"}) or several, laid out by the model's template.
+
+        tools: JSON schemas that the template describes to the model. A message may have `tool_calls`, as in OpenAI's
+        interface.
+        """
         bare = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if bare else messages
-        prompts: list[Prompt] = [
-            tokenizer.apply_chat_template(one, add_generation_prompt, tools) for one in conversations
-        ]
+        prompts: list[Prompt] = [laid_out(self.tokenizer, one, add_generation_prompt, tools) for one in conversations]
         ids = [request_ids] if bare and isinstance(request_ids, (str, int)) else request_ids
         return self.generate(
             prompts[0] if bare else prompts,
