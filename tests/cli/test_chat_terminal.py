@@ -139,7 +139,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(long_model):
     assert new is not None and 0 < int(new[2]) < 90_000
     me.types("And?")  # the conversation goes on with what was said
     me.sees("And?\r\n")
-    me.presses("\x03", after_s=1.0)
+    me.presses("\x03\x03\x03", after_s=1.0)  # somebody impatient
     me.sees(STOPPED)
     again = re.search(r"(\d+) prompt tokens", me.sees("\r\n> "))
     assert again is not None and int(again[1]) > int(new[1]) + 5

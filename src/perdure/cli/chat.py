@@ -1,7 +1,8 @@
 """`perdure chat`: turns of one conversation, streamed, on a terminal or line by line from a pipe.
 
 - Each turn sends the whole conversation; the engine's prefix cache holds all of it but the last words.
-- Ctrl-C ends the answer, and what was said of it stays in the conversation; at the prompt it gives up the turn.
+- On a terminal Ctrl-C ends the answer, and what was said of it stays in the conversation; at the prompt it gives up the
+  turn. With a pipe it ends the program.
 - On a terminal a turn that fails is told and dropped; a pipe ends there, since what follows may lean on it.
 """
 
@@ -71,7 +72,7 @@ def _converse(runner: asyncio.Runner, conversation: Conversation, speed: bool) -
         if turn.command == "/quit":
             return
         try:
-            _take(runner, conversation, turn, speed)
+            _take(runner, conversation, turn, speed, somebody)
         except (KeyboardInterrupt, InvalidValue) as error:  # the turn is dropped
             if not somebody:
                 raise
@@ -79,15 +80,15 @@ def _converse(runner: asyncio.Runner, conversation: Conversation, speed: bool) -
                 complain(str(error))
 
 
-def _take(runner: asyncio.Runner, conversation: Conversation, turn: Turn, speed: bool) -> None:
+def _take(runner: asyncio.Runner, conversation: Conversation, turn: Turn, speed: bool, somebody: bool) -> None:
     """One turn: a command, or something to answer."""
     match turn.command:
         case None:
-            answer = runner.run(conversation.answer(turn.text))
-            if answer.interrupted:
+            result = runner.run(conversation.answer(turn.text, interruptible=somebody))
+            if result.outputs[0].finish_reason == "abort":
                 remark("stopped; what was said so far stays in the conversation")
             if speed:
-                remark(speed_of([answer.result]))
+                remark(speed_of([result]))
         case "/help":
             for line in HELP:
                 remark(line)

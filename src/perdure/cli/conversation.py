@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from perdure import InvalidValue, RequestOutput, SamplingParams
 from perdure.cli.output import write
 
 if TYPE_CHECKING:
     from perdure import AsyncLLM
-
-
-class Answer(NamedTuple):
-    """interrupted: somebody ended it; what was said until then counts."""
-
-    result: RequestOutput
-    interrupted: bool
 
 
 class Conversation:
@@ -44,21 +39,30 @@ class Conversation:
         self._system = system
         self.restart()
 
-    async def answer(self, text: str) -> Answer:
-        """Stream the answer to the user's next message. Cancelling ends the answer, not the call."""
+    async def answer(self, text: str, *, interruptible: bool) -> RequestOutput:
+        """Stream the answer to the user's next message. interruptible: Ctrl-C, once or often, ends it early; what was
+        said until then counts."""
         turn = [*self._messages, {"role": "user", "content": text}]
         handle = self._llm.chat(turn, self._params, tools=self._tools)
-        said, interrupted = "", False
-        try:
+        said = ""
+        with _on_ctrl_c(handle.abort) if interruptible else nullcontext():
             async for part in handle:
                 said += part.outputs[0].text
                 write(part.outputs[0].text)
-        except asyncio.CancelledError:
-            handle.abort()
-            interrupted = True
-        result = await handle
-        write("\n")
-        if result.error is not None:
-            raise result.error
-        self._messages = [*turn, {"role": "assistant", "content": said}]
-        return Answer(result, interrupted)
+            write("\n")
+            result = await handle
+            if result.error is not None:
+                raise result.error
+            self._messages = [*turn, {"role": "assistant", "content": said}]
+        return result
+
+
+@contextmanager
+def _on_ctrl_c(act: Callable[[], None]) -> Iterator[None]:
+    """Do this whenever Ctrl-C is pressed, instead of cancelling. (A second press would break into whatever runs.)"""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, act)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
