@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -147,3 +148,23 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(long_model):
     me.sees("\n> ")
     me.presses("\x04")
     assert me.leaves() == 0
+
+
+def test_ctrl_c_ends_a_pipes_program(long_model):
+    """Nobody is there to go on."""
+    command = [sys.executable, "-m", "perdure", "chat", "--model", str(long_model), "--ignore-eos"]
+    child = subprocess.Popen(
+        [*command, "--num-pages", "6250"],
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.write(b"Hi\nAnd?\n")
+    child.stdin.flush()
+    assert child.stdout.read(1)  # the answer has begun
+    child.send_signal(signal.SIGINT)
+    _, complaint = child.communicate(timeout=PATIENCE_S)
+    assert (child.returncode, complaint) == (130, b"")

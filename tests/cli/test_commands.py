@@ -157,6 +157,12 @@ def test_info(perdure, tiny):
     assert set(found) == set(shown) and found["num_pages"] == 32 and found["batch_invariant"] is True
 
 
+def test_progress_is_said_if_asked(perdure, tiny):
+    assert perdure("info", "--model", tiny).err == ""
+    said = perdure("info", "--model", tiny, "--progress").err.splitlines()
+    assert [line.split()[1] for line in said] == ["loading", "loaded", "KV"]
+
+
 def test_info_warns_in_one_line_of_a_small_pool(perdure, tiny):
     done = perdure("info", "--model", tiny, "--num-pages", "2")
     assert done.code == 0
