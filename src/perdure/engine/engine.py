@@ -64,7 +64,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.reporter = Reporter(config.progress)
-        self.resolved: Resolved = resolve(config, self.reporter)
+        self.resolved: Resolved = resolve(config)
         self.tokenizer = self.resolved.tokenizer
         core = self.resolved.core
         if core.max_num_tokens < core.max_model_len:

@@ -76,8 +76,9 @@ class Resolved:
         }
 
 
-def resolve(config: EngineConfig, reporter: Reporter) -> Resolved:
+def resolve(config: EngineConfig) -> Resolved:
     """Load the model and settle every setting. Raises `ModelLoadError`, `InvalidValue`."""
+    reporter = Reporter(config.progress)
     path = _model_path(config, reporter)
     start = time.monotonic()
     reporter.loading(path)
