@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 
@@ -156,6 +157,12 @@ def test_info(perdure, tiny):
     assert set(found) == set(shown) and found["num_pages"] == 32 and found["batch_invariant"] is True
 
 
+def test_progress_is_said_if_asked(perdure, tiny):
+    assert perdure("info", "--model", tiny).err == ""
+    said = perdure("info", "--model", tiny, "--progress").err.splitlines()
+    assert [line.split()[1] for line in said] == ["loading", "loaded", "KV"]
+
+
 def test_info_warns_in_one_line_of_a_small_pool(perdure, tiny):
     done = perdure("info", "--model", tiny, "--num-pages", "2")
     assert done.code == 0
@@ -188,6 +195,54 @@ def test_chat_over_a_pipe_keeps_the_conversation(perdure, tiny):
     assert (done.code, done.err) == (0, "")
     assert done.out == f"{first}\n{second}\n{alone.outputs[0].text}\n"
     assert perdure("chat", *options, stdin="Hi\r\nAnd?").out == f"{first}\n{second}\n"
+
+
+def test_chat_commands_and_long_turns_over_a_pipe(perdure, tiny):
+    """What is sent, seen by the prompts' lengths that --speed tells: each letter or so is a token."""
+    block = '"""\n/quit\n\nmore"""\n'
+    said = f"Hi\n/reset\nHi\\\nyou\n/reset\n{block}/system Be kind.\nHi\n/system\nHi\n/usr/bin is a path\n/quit\nHi\n"
+    done = perdure("chat", "--speed", "--model", tiny, "--temperature", "0", "--max-tokens", "1", stdin=said)
+    assert done.code == 0 and done.out.count("\n") >= 6
+    with LLM(str(tiny)) as llm:
+        kind = {"role": "system", "content": "Be kind."}
+        turns = [[user("Hi")], [user("Hi\nyou")], [user("/quit\n\nmore")], [kind, user("Hi")], [user("Hi")]]
+        lengths = [len(llm.tokenizer.apply_chat_template(turn)) for turn in turns]
+    speeds = [int(line.split()[0]) for line in done.err.splitlines()]
+    assert len(set(lengths)) == 4 and speeds[:5] == lengths and len(speeds) == 6
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def test_chat_help_and_an_unknown_command_over_a_pipe(perdure, tiny):
+    done = perdure("chat", "--model", tiny, *GREEDY, stdin="/help\n/nonsense now\nHi\n")
+    assert (done.code, done.out) == (2, "")
+    *shown, last = done.err.splitlines()
+    assert all(any(word in line for line in shown) for word in ("/reset", "/new", "/system", "/quit", '"""'))
+    assert last.startswith("perdure: /nonsense is no command")
+
+
+def test_chat_shows_the_template_its_tools(perdure, tiny, tmp_path):
+    """With a template that prints them as messages of their own."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny, model)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + config["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    (tmp_path / "one.json").write_text(json.dumps(tool))
+    (tmp_path / "two.json").write_text(json.dumps([tool, tool]))
+    with LLM(str(model)) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12)
+        expected = [llm.chat([user("Hi")], params, tools=[tool] * n)[0].outputs[0].text for n in (0, 1, 2)]
+    assert len(set(expected)) == 3
+    for text, options in zip(expected, ([], ["--tools", tmp_path / "one.json"], ["--tools", tmp_path / "two.json"])):
+        assert perdure("chat", "--model", model, *GREEDY, *options, stdin="Hi\n").out == f"{text}\n"
+    for content in ("[1]", "3", "{"):
+        (tmp_path / "bad.json").write_text(content)
+        done = perdure("chat", "--model", "/nowhere", "--tools", tmp_path / "bad.json")
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1) and "bad.json" in done.err
 
 
 def test_chat_ends_when_the_conversation_is_too_long(perdure, tiny):

@@ -1,12 +1,9 @@
-"""What differs on a terminal: text streams, colour, Ctrl-C. And what a script sees: quick help, quiet pipes."""
+"""What differs on a terminal: text streams, colour. And what a script sees: quick help, quiet pipes, completion."""
 
 import io
 import os
-import select
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -54,9 +51,10 @@ def test_colour_only_on_a_terminal(perdure, tiny, coloured):
         ("generate", "Hello", "--model", tiny, *GREEDY),
         ("generate", "Hello", "--top-p", "2"),
         ("logprobs", "Hello", "--model", tiny),
+        ("chat", "--model", tiny),
     ]
     for command in commands:
-        piped, shown = perdure(*command), perdure(*command, on_terminal=True)
+        piped, shown = (perdure(*command, stdin="/help\n", on_terminal=there) for there in (False, True))
         assert "\x1b[" not in piped.out + piped.err
         assert "\x1b[" in shown.out + shown.err
 
@@ -92,67 +90,12 @@ def test_a_reader_that_leaves_is_no_fault(tiny):
     assert done.returncode != 0 and "Traceback" not in done.stderr and "Broken pipe" not in done.stderr
 
 
-class Session:
-    """A process whose terminal is ours."""
-
-    def __init__(self, command: list[str]) -> None:
-        pty = pytest.importorskip("pty")
-        try:
-            self._pid, self._terminal = pty.fork()
-        except OSError as error:
-            pytest.skip(f"no pseudo-terminal here: {error}")
-        if self._pid == 0:
-            signal.signal(
-                signal.SIGINT, signal.default_int_handler
-            )  # a background job would hand on that it is ignored
-            os.execve(command[0], command, ENVIRONMENT)
-        self._shown = ""
-        self._deadline = time.monotonic() + PATIENCE_S
-
-    def write(self, text: str) -> None:
-        os.write(self._terminal, text.encode())
-
-    def read_until(self, text: str) -> str:
-        """What was shown up to and with the text."""
-        while text not in self._shown:
-            self._more()
-        end = self._shown.index(text) + len(text)
-        before, self._shown = self._shown[:end], self._shown[end:]
-        return before
-
-    def _more(self) -> None:
-        ready, _, _ = select.select([self._terminal], [], [], max(0, self._deadline - time.monotonic()))
-        assert ready, f"nothing more came after {self._shown[-200:]!r}"
-        self._shown += os.read(self._terminal, 65536).decode(errors="replace")
-
-    def exit_code(self) -> int:
-        try:
-            while True:
-                self._more()
-        except OSError:  # the other side is closed
-            return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-
-    def kill(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
-
-
-def test_chat_ctrl_c_ends_the_answer_only(perdure, tmp_path):
-    model = tmp_path / "long"
-    perdure("make-tiny", "llama", model, "--max-position-embeddings", "100000")
-    session = Session([*PERDURE, "chat", "--model", str(model), "--ignore-eos", "--num-pages", "6250"])
-    assert "/quit" in session.read_until("> ")
-    session.write("half a line")
-    session.read_until("half a line")
-    time.sleep(0.5)  # let `input` begin to wait: a signal just before that is noticed with the next key only
-    session.write("\x03")
-    session.read_until("\n> ")
-    session.write("Hi\n")
-    session.read_until("Hi\r\n")
-    for _ in range(20):
-        session._more()  # it would go on for 100,000 tokens
-    session.write("\x03")
-    session.read_until("\r\n> ")
-    session.write("/new\n")
-    session.read_until("\n> ")
-    session.write("\x04")
-    assert session.exit_code() == 0
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("ben", ["bench"]), ("bench c", ["compare"]), ("chat --too", ["--tools"])]
+)
+def test_a_shell_completes(perdure, monkeypatch, typed, offered):
+    """As the script that `perdure --install-completion` writes for bash asks."""
+    monkeypatch.setenv("_PERDURE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"perdure {typed}")
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+    assert perdure().out.split() == offered

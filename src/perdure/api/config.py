@@ -44,13 +44,13 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of an engine; None and "auto" are resolved at start (`perdure info` prints them).
 
-    model: a directory, a .gguf file, or None for the default model. dtype: float32 is what a CPU without a bf16 unit
-    runs, whatever the checkpoint says. num_pages or kv_cache_bytes: size of the KV pool; neither = room for
+    model: a directory, a .gguf file, a Hub id, or None for the default model. dtype: float32 is what a CPU without a
+    bf16 unit runs, whatever the checkpoint says. num_pages or kv_cache_bytes: size of the KV pool; neither = room for
     max_num_seqs requests of full length, within a quarter of the memory that is free.
     max_num_batched_tokens: most positions computed in one step. steps_in_flight: 1 = plan only after the step before
     is known, 2 = overlapped, up to 4. batch_invariant: bitwise results
     whatever the schedule. attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the
-    library's own.
+    library's own. progress: say on stderr what is being done.
     """
 
     model: str | None = None
@@ -74,6 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     linear_backend: str = "auto"
     max_num_waiting: int | None = None
     return_prompt: bool = False
+    progress: bool = False
     journal: str | None = None
     check_integrity: bool = False
 

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from perdure import PerdureError, __version__
+from perdure.cli.bench import bench
 from perdure.cli.chat import chat
 from perdure.cli.generate import generate
 from perdure.cli.info import info
@@ -61,6 +62,7 @@ app = typer.Typer(
 )
 for command in (generate, chat, logprobs, info, make_tiny):
     app.command()(command)
+app.add_typer(bench, name="bench")
 
 
 def _show_version(asked: bool) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +18,7 @@ from perdure.cli.input import FROM_STDIN, text_from
 from perdure.cli.options import EngineOptions, IdsOption, JsonOption, SamplingOptions, ids_from, spelled_out
 from perdure.cli.output import complain, remark, write
 from perdure.cli.scores import rows_of
+from perdure.cli.speed import speed_of
 
 if TYPE_CHECKING:
     from perdure import AsyncLLM
@@ -70,7 +70,7 @@ def generate(
         raise
     results = [one for one in outcomes if isinstance(one, RequestOutput)]
     if any(one.outputs[0].token_ids for one in results):
-        remark(_speed(results))
+        remark(speed_of(results))
     failures = [(at, _error_of(one)) for at, one in enumerate(outcomes) if _error_of(one) is not None]
     for at, error in failures:
         complain(str(error) if len(outcomes) == 1 else f"prompt {at + 1}: {error}")
@@ -87,8 +87,10 @@ async def _answer(
     """Submit all, then show each in turn."""
     outcomes: list[Outcome] = []
     async with llm:
-        prompts = [_laid_out(llm, text) if chat and isinstance(text, str) else text for text in inputs]
-        handles = [llm.submit(prompt, params) for prompt in prompts]
+        handles = [
+            llm.chat([{"role": "user", "content": prompt}], params) if chat else llm.submit(prompt, params)
+            for prompt in inputs
+        ]
         for at, handle in enumerate(handles):
             if len(handles) > 1 and not as_json:
                 write(("\n" if at else "") + _heading(inputs[at]))
@@ -106,13 +108,6 @@ async def _answer(
                 write(f"{ids}\n")
             outcomes.append(outcome)
     return outcomes
-
-
-def _laid_out(llm: AsyncLLM, text: str) -> list[int]:
-    """The prompt as the one message of a chat."""
-    if llm.tokenizer is None:
-        raise InvalidValue("--chat needs a tokenizer, and the model came without one")
-    return llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
 
 def _heading(prompt: str | list[int]) -> str:
@@ -136,19 +131,3 @@ def _as_json(request_id: str | int, outcome: Outcome) -> dict[str, Any]:
     if outcome.error is not None:
         fields["error"] = str(outcome.error)
     return {"request_id": request_id, **fields}
-
-
-def _speed(results: Sequence[RequestOutput]) -> str:
-    """Tokens in and out. The rate is of the tokens after the first, over all requests together."""
-    num_prompt = sum(len(one.prompt_token_ids or []) for one in results)
-    num_new = sum(len(one.outputs[0].token_ids) for one in results)
-    words = [f"{num_prompt} prompt tokens", f"{num_new} new tokens"]
-    times = [one.metrics for one in results if one.metrics is not None]
-    starts = [one.first_token_time for one in times if one.first_token_time is not None]
-    ends = [one.finished_time for one in times if one.finished_time is not None]
-    if starts and ends:
-        seconds = max(ends) - min(starts)
-        if num_new > 1 and seconds > 0:
-            words.append(f"{(num_new - 1) / seconds:.1f} tokens/s")
-        words.append(f"first token after {min(starts) - min(one.arrival_time for one in times):.2f} s")
-    return ", ".join(words)

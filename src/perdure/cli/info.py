@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from perdure.api.units import in_units
 from perdure.cli.options import EngineOptions, JsonOption, spelled_out
 from perdure.cli.output import write
-
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 @spelled_out
@@ -35,11 +34,3 @@ def _worded(name: str, value: Any) -> str:
     if isinstance(value, int) and name != "seed":
         return f"{value:,}"
     return str(value)
-
-
-def in_units(num_bytes: int) -> str:
-    """A size for people, in the largest unit of which there is at least one."""
-    size, unit = float(num_bytes), 0
-    while size >= 1024 and unit + 1 < len(_UNITS):
-        size, unit = size / 1024, unit + 1
-    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{num_bytes} bytes"

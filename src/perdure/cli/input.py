@@ -1,10 +1,12 @@
-"""Text that comes in: arguments and stdin, checked to be text before anything looks at it."""
+"""What comes in: arguments, stdin, lines, files of JSON, checked before anything looks at it."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from perdure import InvalidValue
 
@@ -18,24 +20,35 @@ def text_from(argument: str) -> str:
     return decoded(sys.stdin.buffer.read()).removesuffix("\n").removesuffix("\r")
 
 
-def lines() -> Iterator[str]:
-    """Lines of stdin as they come."""
-    while line := sys.stdin.buffer.readline():
-        yield decoded(line).rstrip("\r\n")
+def piped_line(_prompt: str) -> str:
+    """The next line of stdin, which nobody need be asked for. EOFError after the last."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise EOFError
+    return decoded(line).rstrip("\r\n")
 
 
-def typed_lines(prompt: str) -> Iterator[str]:
-    """Lines that somebody types, until Ctrl-D; Ctrl-C gives up a line."""
+def typed_line(prompt: str) -> str:
+    """A line that somebody types. EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C, both with the line ended."""
     with suppress(ImportError):
         import readline  # noqa: F401 - gives `input` editing and history
-    while True:
-        try:
-            yield checked(input(prompt), "the line")
-        except KeyboardInterrupt:
-            print()
-        except EOFError:
-            print()
-            return
+    try:
+        return checked(input(prompt), "the line")
+    except (EOFError, KeyboardInterrupt):
+        print()
+        raise
+
+
+def objects_from(path: Path) -> list[dict[str, Any]]:
+    """A JSON file's list of objects; a single object is a list of one."""
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InvalidValue(f"{path}: not JSON ({error})") from None
+    objects = [found] if isinstance(found, dict) else found
+    if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
+        raise InvalidValue(f"{path}: holds neither an object nor a list of objects")
+    return objects
 
 
 def decoded(data: bytes) -> str:

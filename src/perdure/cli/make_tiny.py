@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from perdure import InvalidValue
-from perdure.cli.info import in_units
+from perdure.api.units import in_units
 from perdure.cli.output import write
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3")

@@ -31,7 +31,9 @@ def _sampling(text: str, *names: str) -> Any:
 class EngineOptions:
     """Which model runs, and how."""
 
-    model: Annotated[Path | None, _engine("A model directory or a .gguf file; without it, the default model.")] = None
+    model: Annotated[
+        str | None, _engine("A model directory, a .gguf file or a Hub id; without it, the default model.")
+    ] = None
     dtype: Annotated[str, _engine("auto, float32, bfloat16 or float16.")] = _ENGINE.dtype
     load_format: Annotated[str, _engine("auto, or dummy: random weights, drawn from --seed.")] = _ENGINE.load_format
     seed: Annotated[int, _engine("What every draw is derived from: another seed, another sample.")] = _ENGINE.seed
@@ -42,6 +44,9 @@ class EngineOptions:
     page_size: Annotated[int, _engine("Tokens in one page.")] = _ENGINE.page_size
     steps_in_flight: Annotated[int, _engine("1: one step after another; 2 to 4: overlapped.")] = _ENGINE.steps_in_flight
     batch_invariant: Annotated[bool, _engine("The same bits in any company.")] = _ENGINE.batch_invariant
+    progress: Annotated[bool, typer.Option("--progress", help="Say what is being done.", rich_help_panel="Engine")] = (
+        False
+    )
     journal: Annotated[Path | None, _engine("Record the run in this file.")] = None
 
     def settings(self) -> dict[str, Any]:

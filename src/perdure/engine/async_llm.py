@@ -19,6 +19,8 @@ from perdure.api.event import Event
 from perdure.api.output import RequestOutput, Stats
 from perdure.api.request import Request, RequestId
 from perdure.api.sampling import SamplingParams
+from perdure.engine.chat_template import Messages, Tools
+from perdure.engine.conversation import laid_out
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals
 from perdure.engine.prompts import Prompt, checked_id, ids_to_abort, token_ids_of
@@ -115,16 +117,40 @@ class AsyncLLM:
         """Submit one request, streaming unless `output_kind` is "final". Returns at once; a refusal is raised by the
         handle."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        name = f"request-{next(self._names)}" if request_id is None else checked_id(request_id)
+        name = self._name(request_id)
         try:
             token_ids, text = token_ids_of(prompt, self._engine.tokenizer)
         except InvalidValue as error:
-            refused = Handle(self._engine, Request(name, self._engine.ticket(), [], params))
-            refused.take(error)
-            return refused
+            return self._refused(name, params, error)
         request = Request(name, self._engine.ticket(), token_ids, params, text, stream=params.output_kind != "final")
         handle = Handle(self._engine, request)
         self._engine.submit([(request, handle.receiver)])
+        return handle
+
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: RequestId | None = None,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+    ) -> Handle:
+        """Submit one conversation, laid out as `LLM.chat` does: `await` gives the result, `async for` streams it."""
+        try:
+            prompt = laid_out(self._engine.tokenizer, messages, add_generation_prompt, tools)
+        except InvalidValue as error:
+            params = SamplingParams() if sampling_params is None else sampling_params
+            return self._refused(self._name(request_id), params, error)
+        return self.submit(prompt, sampling_params, request_id=request_id)
+
+    def _name(self, given: RequestId | None) -> RequestId:
+        return f"request-{next(self._names)}" if given is None else checked_id(given)
+
+    def _refused(self, name: RequestId, params: SamplingParams, error: PerdureError) -> Handle:
+        """The handle of a request that is wrong in itself."""
+        handle = Handle(self._engine, Request(name, self._engine.ticket(), [], params))
+        handle.take(error)
         return handle
 
     async def generate(

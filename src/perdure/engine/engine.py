@@ -26,6 +26,7 @@ from perdure.core.journal import Journal
 from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import TextCursor
 from perdure.engine.loop import Inbox, Loop
+from perdure.engine.progress import Reporter
 from perdure.engine.resolve import Resolved, resolve
 from perdure.engine.text import Detokenizer
 from perdure.runner.worker import ThreadedRunner
@@ -65,6 +66,7 @@ class Engine:
     """Starts its thread when built, and runs until `close`."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self.reporter = Reporter(config.progress)
         self.resolved: Resolved = resolve(config)
         self.tokenizer = self.resolved.tokenizer
         core = self.resolved.core

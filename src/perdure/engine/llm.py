@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -20,8 +20,10 @@ from perdure.api.event import Event
 from perdure.api.output import RequestOutput, Stats
 from perdure.api.request import Request, RequestId
 from perdure.api.sampling import SamplingParams
+from perdure.engine.conversation import laid_out
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals, refused_output
+from perdure.engine.progress import follow
 from perdure.engine.prompts import Prompt, as_batch, checked_id, ids_to_abort, params_for, token_ids_of
 from perdure.engine.text import build_output
 from perdure.engine.tokenizer import Tokenizer
@@ -47,17 +49,18 @@ class Call:
 
         return Arrivals(request, ended)
 
-    def wait(self, count: int) -> dict[int, Event | PerdureError]:
-        """How each request ended, by ticket, once at least `count` have."""
+    def wait(self, count: int, timeout_s: float | None = None) -> dict[int, Event | PerdureError]:
+        """How each request ended, by ticket, once at least `count` have or the time is over."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._ends) >= count)
+            self._changed.wait_for(lambda: len(self._ends) >= count, timeout_s)
             return dict(self._ends)
 
 
 class LLM:
     """A model ready to generate.
 
-    model: a directory, a .gguf file, or nothing for the default model. The other settings are `EngineConfig`'s fields.
+    model: a directory, a .gguf file, a Hub id (`org/name`), or nothing for the default model. The other settings are
+    `EngineConfig`'s fields.
     Raises `ModelLoadError` (`ModelNotFound`) and `InvalidValue`.
     """
 
@@ -99,17 +102,16 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Continue one conversation (a list of {"role", "content"}) or several, laid out by the model's template."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise InvalidValue("chat needs a tokenizer, and the model came without one")
+        """Continue one conversation (a list of {"role", "content"}) or several, laid out by the model's template.
+
+        tools: JSON schemas that the template describes to the model. A message may have `tool_calls`, as in OpenAI's
+        interface.
+        """
         if not isinstance(messages, Sequence):
             raise InvalidValue(f"messages={messages!r} is neither a conversation nor a list of conversations")
         bare = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if bare else messages
-        prompts: list[Prompt] = [
-            tokenizer.apply_chat_template(one, add_generation_prompt, tools) for one in conversations
-        ]
+        prompts: list[Prompt] = [laid_out(self.tokenizer, one, add_generation_prompt, tools) for one in conversations]
         ids = [request_ids] if bare and isinstance(request_ids, (str, int)) else request_ids
         return self.generate(
             prompts[0] if bare else prompts,
@@ -192,13 +194,22 @@ class LLM:
                 continue
             request = Request(request_id, self._engine.ticket(), token_ids, one, text)
             receivers[request.ticket] = (at, call.receiver(request))
+        start, reporter = time.monotonic(), self._engine.reporter
         self._engine.submit([(receiver.request, receiver) for _, receiver in receivers.values()])
         try:
-            ends = self._wait(call, len(receivers), use_tqdm)
+            follow(
+                lambda timeout_s: len(call.wait(len(receivers), timeout_s)),
+                len(receivers),
+                lambda: self._engine.ask(cmd.GetStats),
+                reporter,
+                bar=use_tqdm or reporter.asked,
+            )
         except KeyboardInterrupt:
             self._engine.send(cmd.Abort(tickets=list(receivers)))
             call.wait(len(receivers))
             raise
+        ends = call.wait(len(receivers))
+        reporter.generated(ends.values(), time.monotonic() - start)
         for ticket, end in ends.items():
             at, receiver = receivers[ticket]
             results[at] = self._result(receiver, end)
@@ -219,20 +230,6 @@ class LLM:
                     self._engine.resolved.config.return_prompt,
                 )
         raise AssertionError(end)
-
-    @staticmethod
-    def _wait(call: Call, count: int, use_tqdm: bool) -> dict[int, Event | PerdureError]:
-        if not (use_tqdm and sys.stderr.isatty()):
-            return call.wait(count)
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("generating", total=count)
-            for done in range(1, count + 1):
-                ends = call.wait(done)
-                progress.update(task, completed=len(ends))
-        return call.wait(count)
 
     # Control
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from perdure.api.config import CoreConfig, EngineConfig
 from perdure.api.errors import InvalidValue, ModelNotFound
+from perdure.api.units import in_units
+from perdure.engine.progress import Reporter
 from perdure.engine.tokenizer import Tokenizer, load_tokenizer
 from perdure.models.default import default_model_path
+from perdure.models.hub import find_on_hub, is_hub_id
 from perdure.models.weights import LoadedModel, load_model
 from perdure.runner.kv_store import kv_bytes_per_page
 from perdure.runner.runner import Runner
@@ -31,10 +37,15 @@ class Resolved:
     model_path: Path
     page_bytes: int
 
+    @property
+    def pool(self) -> str:
+        """Its size in words."""
+        num_tokens = self.core.num_pages * self.core.page_size
+        return f"{num_tokens:,} tokens, {num_tokens // self.core.max_model_len:,} requests of full length"
+
     def describe(self) -> dict[str, Any]:
         """The configuration as resolved, for people."""
         shape, core = self.loaded.config, self.core
-        pool_tokens = core.num_pages * core.page_size
         return {
             "model": str(self.model_path),
             "architecture": shape.architecture,
@@ -45,6 +56,7 @@ class Resolved:
             "heads": f"{shape.num_heads} query, {shape.num_kv_heads} key-value, of {shape.head_dim}",
             "vocab_size": shape.vocab_size,
             "device": "cpu",
+            "threads": torch.get_num_threads(),
             "dtype": str(self.loaded.dtype).removeprefix("torch."),
             "max_model_len": core.max_model_len,
             "max_num_seqs": core.max_num_seqs,
@@ -53,7 +65,7 @@ class Resolved:
             "num_pages": core.num_pages,
             "paused_pages": core.paused_pages,
             "kv_cache_bytes": core.num_pages * self.page_bytes,
-            "pool": f"{pool_tokens:,} tokens, {pool_tokens // core.max_model_len:,} requests of full length",
+            "pool": self.pool,
             "enable_prefix_caching": core.enable_prefix_caching,
             "steps_in_flight": self.config.steps_in_flight,
             "batch_invariant": self.config.batch_invariant,
@@ -66,7 +78,10 @@ class Resolved:
 
 def resolve(config: EngineConfig) -> Resolved:
     """Load the model and settle every setting. Raises `ModelLoadError`, `InvalidValue`."""
-    path = Path(config.model) if config.model is not None else default_model_path()
+    reporter = Reporter(config.progress)
+    path = _model_path(config, reporter)
+    start = time.monotonic()
+    reporter.loading(path)
     loaded = load_model(
         path,
         dtype=config.dtype,
@@ -75,6 +90,11 @@ def resolve(config: EngineConfig) -> Resolved:
         linear=config.linear_backend,
     )
     tokenizer = _tokenizer(config, loaded)
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    reporter.say(
+        f"loaded in {time.monotonic() - start:.1f} s: {loaded.config.architecture}, "
+        f"{loaded.num_parameters:,} parameters, {in_units(loaded.num_bytes)} in {dtype}"
+    )
     core, page_bytes = _core_config(config, loaded)
     try:
         runner = Runner(
@@ -90,7 +110,19 @@ def resolve(config: EngineConfig) -> Resolved:
     except (OSError, MemoryError, OverflowError) as error:
         wanted = core.num_pages * page_bytes
         raise InvalidValue(f"num_pages={core.num_pages}: no room for a KV pool of {wanted} bytes ({error})") from error
-    return Resolved(config, core, loaded, runner, tokenizer, path, page_bytes)
+    resolved = Resolved(config, core, loaded, runner, tokenizer, path, page_bytes)
+    reporter.say(f"KV pool: {resolved.pool}, {in_units(core.num_pages * page_bytes)}")
+    return resolved
+
+
+def _model_path(config: EngineConfig, reporter: Reporter) -> Path:
+    """Where the model's files are, fetched if need be."""
+    if config.model is None:
+        return default_model_path()
+    if not is_hub_id(config.model):
+        return Path(config.model)
+    reporter.say(f"looking for {config.model} in the Hugging Face cache, then on the Hub")
+    return find_on_hub(config.model, show_bars=reporter.draws)
 
 
 def _tokenizer(config: EngineConfig, loaded: LoadedModel) -> Tokenizer | None:

@@ -1,0 +1,47 @@
+"""Conversations as callers give them, brought into the form that chat templates expect, and laid out as ids.
+
+- Messages and tools reach the template as they are, but for one thing: a tool call's arguments, JSON text in OpenAI's
+  interface, become the object that templates print.
+- What cannot be laid out is refused: `InvalidValue`, one line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from perdure.api.errors import InvalidValue
+from perdure.engine.chat_template import Messages, Tools
+from perdure.engine.tokenizer import Tokenizer
+
+
+def laid_out(
+    tokenizer: Tokenizer | None, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
+) -> list[int]:
+    """The ids of one conversation."""
+    if tokenizer is None:
+        raise InvalidValue("chat needs a tokenizer, and the model came without one")
+    if tools is not None and (isinstance(tools, Mapping) or not all(isinstance(tool, Mapping) for tool in tools)):
+        raise InvalidValue(f"tools={tools!r} is not a list of objects")
+    return tokenizer.apply_chat_template([_with_objects(one) for one in messages], add_generation_prompt, tools)
+
+
+def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with the arguments of its tool calls as objects. What is no message is the template's to refuse."""
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        return message
+    return {**message, "tool_calls": [_call(one) for one in calls]}
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(text) if text.strip() else {}
+    except ValueError as error:
+        name = function.get("name")
+        raise InvalidValue(f"arguments={text!r} of the tool call {name!r} are not JSON ({error})") from None
+    return {**call, "function": {**function, "arguments": arguments}}

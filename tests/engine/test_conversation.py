@@ -1,0 +1,126 @@
+"""What reaches a chat template: messages, tools, tool calls, from every face and for both kinds of tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure import AsyncLLM, InvalidValue, SamplingParams
+from perdure.engine.chat_template import render
+from perdure.engine.conversation import laid_out
+from tests.engine.conftest import MakeLLM
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "adds <two> numbers",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool | tojson }}]{% endfor %}"
+    "{% for message in messages %}{{ message.role }}={{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments | tojson }}"
+    " {{ call.function.arguments.a }}){% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}go:{% endif %}"
+)
+USER = {"role": "user", "content": "1+2?"}
+CALLED = [
+    USER,
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}],
+    },
+    {"role": "tool", "content": "3"},
+]
+ONE_TOKEN = SamplingParams(max_tokens=1, return_prompt=True)
+
+
+@pytest.fixture
+def printing(tiny: Path, tmp_path: Path) -> Path:
+    """M with the template that prints all it is given."""
+    for path in tiny.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    return tmp_path
+
+
+class Plain:
+    """A tokenizer whose ids are letters, laying out as a GGUF's does."""
+
+    def apply_chat_template(self, messages: Any, add_generation_prompt: bool = True, tools: Any = None) -> list[int]:
+        return list(map(ord, render(TEMPLATE, messages, add_generation_prompt, tools, {})))
+
+
+def test_tools_and_calls_reach_the_template(printing: Path, make_llm: MakeLLM) -> None:
+    llm = make_llm(printing)
+    expected = f'[{json.dumps(TOOL)}]user=1+2?;assistant=(add {{"a": 1, "b": 2}} 1);tool=3;'
+    assert llm.tokenizer is not None
+    for generation_prompt in (True, False):
+        [result] = llm.chat(CALLED, ONE_TOKEN, tools=[TOOL], add_generation_prompt=generation_prompt)
+        assert result.prompt_token_ids is not None
+        assert llm.tokenizer.decode(result.prompt_token_ids) == expected + ("go:" if generation_prompt else "")
+    letters = laid_out(Plain(), CALLED, True, [TOOL])  # type: ignore[arg-type]
+    assert "".join(map(chr, letters)) == expected + "go:"
+    assert CALLED[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1, "b": 2}'  # type: ignore[index]
+
+
+def test_without_tools_the_template_has_none(printing: Path, make_llm: MakeLLM) -> None:
+    llm = make_llm(printing)
+    assert llm.tokenizer is not None
+    for tools in (None, []):
+        [result] = llm.chat([USER], ONE_TOKEN, tools=tools)
+        assert llm.tokenizer.decode(result.prompt_token_ids or []) == "user=1+2?;go:"
+
+
+def test_arguments_that_are_objects_or_none_stay(printing: Path) -> None:
+    for arguments, shown in (({"a": 5}, '{"a": 5} 5'), ("", "{} ")):
+        call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        letters = laid_out(Plain(), [call], False)  # type: ignore[arg-type]
+        assert "".join(map(chr, letters)) == f"assistant=(f {shown});"
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "words"),
+    [
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{a"}}]}],
+            None,
+            "'f' are not JSON",
+        ),
+        ([USER], [1], "tools="),
+        ([USER], TOOL, "tools="),
+    ],
+)
+def test_what_cannot_be_laid_out(make_llm: MakeLLM, messages: Any, tools: Any, words: str) -> None:
+    with pytest.raises(InvalidValue, match=words) as caught:
+        make_llm().chat(messages, ONE_TOKEN, tools=tools)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_async_face_does_the_same(printing: Path, make_llm: MakeLLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    [expected] = make_llm(printing).chat(CALLED, params, tools=[TOOL])
+
+    async def streamed(llm: AsyncLLM) -> None:
+        handle = llm.chat(CALLED, params, tools=[TOOL], request_id="asked")
+        parts = [part.outputs[0].text async for part in handle]
+        result = await handle
+        assert (result.request_id, result.outputs[0].token_ids) == ("asked", expected.outputs[0].token_ids)
+        assert "".join(parts) == expected.outputs[0].text
+        refused = llm.chat([USER], params, tools=[1])  # type: ignore[list-item]
+        with pytest.raises(InvalidValue, match="tools="):
+            await refused
+
+    async def main() -> None:
+        async with AsyncLLM(str(printing), num_pages=320) as llm:
+            await streamed(llm)
+
+    asyncio.run(main())
