@@ -130,7 +130,7 @@ _RANGES: tuple[tuple[str, int, int | None], ...] = (
     ("max_num_waiting", 1, None),
 )
 _TEXTS = ("model", "tokenizer", "journal")
-_BOOLEANS = ("enable_prefix_caching", "batch_invariant", "return_prompt", "check_integrity")
+_BOOLEANS = ("enable_prefix_caching", "batch_invariant", "return_prompt", "progress", "check_integrity")
 _OPTIONAL = ("max_model_len", "num_pages", "kv_cache_bytes", "paused_pages", "max_num_waiting")
 _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtype", ("auto", "float32", "bfloat16", "float16")),

@@ -106,7 +106,7 @@ def spelled_out(command: Callable[..., None]) -> Callable[..., None]:
 def ids_from(given: str) -> list[int]:
     """Token ids as typed: numbers with commas between them."""
     parts = [part.strip() for part in given.split(",")] if given.strip() else []
-    wrong = next((part for part in parts if not part.removeprefix("-").isdecimal()), None)
+    wrong = next((part for part in parts if not part.removeprefix("-").isdecimal() or len(part) > 20), None)
     if wrong is not None:
-        raise InvalidValue(f"--ids={given!r}: {wrong!r} is not a token id; write them as 1,2,3")
+        raise InvalidValue(f"--ids: {wrong[:40]!r} is not a token id; write them as 1,2,3")
     return [int(part) for part in parts]

@@ -62,7 +62,7 @@ def _id(at: int, token: Any) -> int:
     if found is None or isinstance(token, bool):
         raise InvalidValue(f"prompt_token_ids[{at}]={token!r} is not an int")
     if abs(found) > MAX_INTEGER:
-        raise InvalidValue(f"prompt_token_ids[{at}]={token} is not a token id of any model")
+        raise InvalidValue(f"prompt_token_ids[{at}]={token} is no token id: ids are 0 to vocab_size - 1")
     return found
 
 

@@ -79,7 +79,8 @@ class DirectoryTokenizer:
         self.adds_bos = self.bos_token_id is not None and self.encode("")[:1] == [self.bos_token_id]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
+        # verbose: it would warn of texts longer than it thinks the model can take, which admission decides
+        return list(self._inner.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self._inner.decode(
