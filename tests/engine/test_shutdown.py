@@ -100,7 +100,15 @@ def test_T68_an_engine_dropped_on_its_own_thread_still_ends(tiny: Path, one_thre
     witness("T68", closed_by=closed_by[0])
 
 
-def test_ctrl_c_ends_the_interrupted_call_only(make_llm: MakeLLM, reference: Reference) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts what it puts in the background with SIGINT ignored; then nothing would raise KeyboardInterrupt."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_the_interrupted_call_only(make_llm: MakeLLM, reference: Reference, interruptible: None) -> None:
     """The call's own requests end, another call's go on, and the engine serves the next one."""
     llm = make_llm()
     brake = Brake(llm._engine)
