@@ -173,7 +173,7 @@ class Scheduler:
                 self._prefill(state, draft)
 
     def _prefill(self, state: RequestState, draft: PlanDraft) -> None:
-        draft.prefill(state, budget.chunk_length(state.prefill_end - state.num_planned, draft.tokens_left))
+        draft.prefill(state, min(state.prefill_end - state.num_planned, draft.tokens_left))
 
     def _grow(self, state: RequestState, draft: PlanDraft) -> bool:
         """One more page for a decoding row; without one, somebody is put aside."""

@@ -23,7 +23,7 @@ from perdure.engine.chat_template import Messages, Tools
 from perdure.engine.conversation import laid_out
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals
-from perdure.engine.prompts import Prompt, checked_id, ids_to_abort, token_ids_of
+from perdure.engine.prompts import Prompt, checked_id, token_ids_of
 from perdure.engine.text import StreamBuilder, build_output
 from perdure.engine.tokenizer import Tokenizer
 
@@ -166,10 +166,7 @@ class AsyncLLM:
 
     async def abort(self, request_ids: RequestId | list[RequestId] | None = None) -> None:
         """End live requests with what they have; None = all."""
-        if request_ids is None:
-            self._engine.send(cmd.Abort(everything=True))
-        else:
-            self._engine.send(cmd.Abort(request_ids=ids_to_abort(request_ids)))
+        self._engine.abort(request_ids)
 
     async def pause(self, mode: cmd.PauseMode = "keep") -> None:
         """Returns when no token will come before `resume`."""

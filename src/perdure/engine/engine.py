@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
@@ -21,12 +21,13 @@ from perdure.api import event as ev
 from perdure.api.config import EngineConfig
 from perdure.api.errors import EngineDead, InvalidValue, PerdureError
 from perdure.api.event import Event
-from perdure.api.request import Request
+from perdure.api.request import Request, RequestId
 from perdure.core.journal import Journal
 from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import TextCursor
 from perdure.engine.loop import Inbox, Loop
 from perdure.engine.progress import Reporter
+from perdure.engine.prompts import ids_to_abort
 from perdure.engine.resolve import Resolved, resolve
 from perdure.engine.text import Detokenizer
 from perdure.runner.worker import ThreadedRunner
@@ -118,6 +119,11 @@ class Engine:
     def ask(self, make: type[cmd.Resume | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop]) -> Future[object]:
         """Send a control command; the future gets its answer."""
         return self._ask(make(self.ticket()))
+
+    def abort(self, request_ids: RequestId | Sequence[RequestId] | None) -> None:
+        """End these live requests with what they have; None = all. Raises `InvalidValue` for what can be no id."""
+        everything = request_ids is None
+        self.send(cmd.Abort([] if request_ids is None else ids_to_abort(request_ids), everything=everything))
 
     def pause(self, mode: cmd.PauseMode) -> Future[object]:
         if mode not in ("keep", "wait", "abort"):

@@ -24,7 +24,7 @@ from perdure.engine.conversation import laid_out
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals, refused_output
 from perdure.engine.progress import follow
-from perdure.engine.prompts import Prompt, as_batch, checked_id, ids_to_abort, params_for, token_ids_of
+from perdure.engine.prompts import Prompt, as_batch, checked_id, params_for, token_ids_of
 from perdure.engine.text import build_output
 from perdure.engine.tokenizer import Tokenizer
 
@@ -235,10 +235,7 @@ class LLM:
 
     def abort(self, request_ids: RequestId | Sequence[RequestId] | None = None) -> None:
         """End live requests with what they have, from any thread; None = all. Unknown and finished ids do nothing."""
-        if request_ids is None:
-            self._engine.send(cmd.Abort(everything=True))
-        else:
-            self._engine.send(cmd.Abort(request_ids=ids_to_abort(request_ids)))
+        self._engine.abort(request_ids)
 
     def pause(self, mode: cmd.PauseMode = "keep") -> None:
         """Returns when no token will come before `resume`. keep: requests stay; wait: they end first; abort: now."""
