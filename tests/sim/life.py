@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.config import CoreConfig
+from perdure.api.directive import Directive
 from perdure.api.plan import StepOutput, StepPlan
 from perdure.api.request import Request
 from perdure.api.sampling import SamplingParams
@@ -25,6 +26,7 @@ from perdure.core.scheduler import Scheduler
 from perdure.engine.loop import Inbox, Loop
 from perdure.runner.fake import FakeDevice
 from tests.sim.oracle import PIECES, Expected, expected
+from tests.sim.orders import Orders
 
 MAX_TURNS = 20_000
 
@@ -68,8 +70,10 @@ class Life:
             vocab_size=len(PIECES),
             end_token_ids=(0,) if rng.random() < 0.5 else (),
             paused_pages=rng.randint(0, num_pages),
+            admit_beside_paused=rng.random() < 0.7,
             enable_prefix_caching=rng.random() < 0.8,
             seed=rng.randrange(5),
+            poison_free_pages=rng.random() < 0.5,
         )
         self.faulty = rng.random() < 0.25
         self.cancels = rng.random() < 0.3
@@ -81,6 +85,7 @@ class Life:
             self.config.vocab_size,
             self._fail,
             self._fail_all,
+            self._fail_directive,
         )
         self.scheduler = MarkingScheduler(self.config, lambda request: PieceCursor())
         self.scheduler.marks = marks
@@ -91,11 +96,12 @@ class Life:
         self.ended: dict[int, ev.Record] = {}
         self.refused: set[int] = set()
         self.parts: dict[int, tuple[list[int], TokenScores]] = {}
+        self.part_epochs: dict[int, list[tuple[int, int]]] = {}
         self.must_refuse: set[int] = set()
-        self.num_admitted = 0
-        self.pause_ticket: int | None = None
-        self.is_paused = False
+        self.may_refuse: set[int] = set()
         self.next_ticket = 1
+        self.orders = Orders(self)
+        self.faulty_device = rng.random() < 0.2
 
     def _fail(self, plan: StepPlan) -> dict[int, str]:
         if self.faulty and self.rng.random() < 0.04:
@@ -104,6 +110,9 @@ class Life:
 
     def _fail_all(self, plan: StepPlan) -> bool:
         return self.faulty and self.rng.random() < 0.02
+
+    def _fail_directive(self, directive: Directive) -> bool:
+        return self.faulty_device and self.rng.random() < 0.2
 
     # Traffic
 
@@ -115,30 +124,28 @@ class Life:
                 for _ in range(min(to_submit, self.rng.choice((1, 1, 2, 6)))):
                     to_submit -= 1
                     self._submit()
-            elif roll < 0.39 and (self.cancels or self.pause_ticket is None or self.is_paused):
+            elif roll < 0.39 and (self.cancels or not self.orders.is_pausing):
                 self._abort()
-            elif roll < 0.42 and self.pause_ticket is None:
-                self._pause()
-            elif roll < 0.50 and self.pause_ticket is not None and (self.is_paused or self.cancels):
-                self._resume()
+            elif roll < 0.50:
+                self.orders.give()
             elif roll < 0.51:
-                self._send(cmd.ResetPrefixCache(self._ticket()))
+                self.send(cmd.ResetPrefixCache(self.ticket()))
             self.loop.turn(block=False)
             if not to_submit and len(self.ended) + len(self.refused) == len(self.requests):
                 break
-            if not to_submit and self.is_paused and self.rng.random() < 0.3:
-                self._resume()
+            if not to_submit and self.rng.random() < 0.3:
+                self.orders.go_on()
         else:
             raise AssertionError(f"after {MAX_TURNS} turns requests are still alive: a live-lock")
-        while self.loop._in_flight:
+        while self.loop._in_flight or self.scheduler.directive():
             self.loop.turn(block=False)
         self._judge()
 
-    def _ticket(self) -> int:
+    def ticket(self) -> int:
         self.next_ticket += 1
         return self.next_ticket
 
-    def _send(self, command: cmd.Command) -> None:
+    def send(self, command: cmd.Command) -> None:
         self.inbox.put(command)
 
     def _submit(self) -> None:
@@ -147,15 +154,17 @@ class Life:
         base = rng.choice(self.bases)
         shared = rng.randint(0, length)
         prompt = base[:shared] + [rng.randrange(config.vocab_size) for _ in range(length - shared)]
-        ticket = self._ticket()
+        ticket = self.ticket()
         if rng.random() < 0.05:
             prompt = rng.choice(([], [config.vocab_size], [-1, 2], prompt + [1] * config.max_num_tokens))
             self.must_refuse.add(ticket)
         request = Request(rng.randint(0, 12), ticket, prompt, self._params(), stream=rng.random() < 0.5)
-        if any(request.request_id == other.request_id for other in self._live()):
+        if self.orders.is_suspended or any(request.request_id == other.request_id for other in self._live()):
             self.must_refuse.add(ticket)
+        if self.faulty_device:
+            self.may_refuse.add(ticket)
         self.requests[ticket] = request
-        self._send(cmd.Submit(request))
+        self.send(cmd.Submit(request))
 
     def _live(self) -> list[Request]:
         """Those that will be live when what is sent now is applied."""
@@ -187,20 +196,11 @@ class Life:
 
     def _abort(self) -> None:
         if self.rng.random() < 0.1:
-            self._send(cmd.Abort(everything=True))
+            self.send(cmd.Abort(everything=True))
         elif self.rng.random() < 0.5:
-            self._send(cmd.Abort(request_ids=[self.rng.randint(0, 12), "unknown"]))
+            self.send(cmd.Abort(request_ids=[self.rng.randint(0, 12), "unknown"]))
         else:
-            self._send(cmd.Abort(tickets=[self.rng.randint(1, self.next_ticket)]))
-
-    def _pause(self) -> None:
-        self.pause_ticket = self._ticket()
-        self._send(cmd.Pause(self.pause_ticket, self.rng.choice(("keep", "keep", "wait", "abort"))))
-
-    def _resume(self) -> None:
-        self.pause_ticket = None
-        self.is_paused = False
-        self._send(cmd.Resume(self._ticket()))
+            self.send(cmd.Abort(tickets=[self.rng.randint(1, self.next_ticket)]))
 
     # What is told
 
@@ -211,14 +211,15 @@ class Life:
                     assert ticket not in self.ended, f"two ends of {ticket}"
                     assert ticket not in self.refused
                     self.ended[ticket] = record
-                    self.num_admitted += 1
+                    self.orders.ended(ticket, record)
                 case ev.Refused(ticket, request_id, _):
                     assert ticket not in self.ended and ticket not in self.refused
-                    assert ticket in self.must_refuse, f"refused for no reason: {event}"
+                    assert ticket in self.must_refuse | self.may_refuse, f"refused for no reason: {event}"
                     assert request_id == self.requests[ticket].request_id
                     self.refused.add(ticket)
-                case ev.Progress(ticket, first, token_ids, scores):
-                    assert not self.is_paused, "a token came while paused"
+                case ev.Progress(ticket, first, token_ids, scores, epoch):
+                    assert not self.orders.is_halted, "a token came while paused or suspended"
+                    self.part_epochs.setdefault(ticket, []).append((first, epoch))
                     ids, log = self.parts.setdefault(ticket, ([], TokenScores()))
                     assert ticket not in self.ended and first == len(ids)
                     assert (scores is None) == (self.requests[ticket].params.logprobs is None)
@@ -226,9 +227,8 @@ class Life:
                     if scores is not None:
                         assert scores.num_scored == len(token_ids)
                         log.extend(scores)
-                case ev.Done(ticket):
-                    if ticket == self.pause_ticket:
-                        self.is_paused = True
+                case ev.Done(ticket, _, failure):
+                    self.orders.answered(ticket, failure)
                 case ev.FirstToken():
                     pass
 
@@ -239,8 +239,9 @@ class Life:
         assert stats.num_free_pages == stats.num_pages, "pages are lost"
         assert stats.num_running == stats.num_waiting == stats.num_paused == 0
         assert not self.scheduler._states and not self.scheduler._live, "something is kept after its end"
-        assert self.must_refuse == self.refused
-        assert sorted(record.arrival for record in self.ended.values()) == list(range(len(self.ended)))
+        if not self.faulty_device:
+            assert self.must_refuse == self.refused
+        self.orders.judge()
         self.marks["evictions"] += stats.num_evictions
         self.marks["pauses"] += stats.num_pauses
         self.marks["cached tokens"] += stats.num_cached_tokens
@@ -251,7 +252,16 @@ class Life:
             if given is None:
                 given = derived_seed(self.config.seed, self.config.replica, record.arrival)
             assert record.seed == given
-            self._judge_one(request, record, expected(request, record.seed, self.config))
+            spans = record.weight_epochs
+            for first, epoch in self.part_epochs.get(ticket, ()):
+                assert epoch == [number for begin, number in spans if begin <= first][-1]
+            if record.exact:
+                weights_at = self.orders.weights_of(ticket, record)
+                self._judge_one(request, record, expected(request, record.seed, self.config, weights_at))
+            else:
+                assert self.orders.keeps, "only KV of several weights makes a result that is not exact"
+                assert record.scores is None or record.scores.num_scored == len(record.token_ids)
+                self.marks["inexact"] += 1
 
     def _judge_one(self, request: Request, record: ev.Record, truth: Expected) -> None:
         count = len(record.token_ids)

@@ -18,7 +18,8 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What decisions depend on. Lengths are in tokens.
 
     vocab_size: the width of the logits. end_token_ids: the model's whole set. paused_pages: how many pages paused
-    requests may keep together. replica: this engine's index, for derived seeds.
+    requests may keep together; admit_beside_paused: whether requests are taken in while one is paused. replica: this
+    engine's index, for derived seeds. poison_free_pages: have pages that nobody owns filled with NaN, for debugging.
     """
 
     num_pages: int
@@ -29,11 +30,13 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     end_token_ids: tuple[int, ...] = ()
     paused_pages: int = 0
+    admit_beside_paused: bool = True
     enable_prefix_caching: bool = True
     max_num_waiting: int | None = None
     logprobs_mode: LogprobsMode = "raw"
     seed: int = 0
     replica: int = 0
+    poison_free_pages: bool = False
 
     @property
     def max_num_tokens(self) -> int:
@@ -49,8 +52,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs requests of full length, within a quarter of the memory that is free.
     max_num_batched_tokens: most positions computed in one step. steps_in_flight: 1 = plan only after the step before
     is known, 2 = overlapped, up to 4. batch_invariant: bitwise results
-    whatever the schedule. attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the
+    whatever the schedule. paused_pages: how many pages requests that wait for one may keep together, others are evicted
+    and computed again; None = a tenth of the pool. admit_beside_paused: False = while one waits so, none is taken in. attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the
     library's own. progress: say on stderr what is being done.
+    check_integrity, poison_free_pages: for debugging; account for everything after every turn, and fill pages that
+    nobody owns with NaN in every step.
     """
 
     model: str | None = None
@@ -66,6 +72,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
     paused_pages: int | None = None
+    admit_beside_paused: bool = True
     enable_prefix_caching: bool = True
     steps_in_flight: int = 2
     batch_invariant: bool = True
@@ -77,6 +84,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     progress: bool = False
     journal: str | None = None
     check_integrity: bool = False
+    poison_free_pages: bool = False
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -130,7 +138,15 @@ _RANGES: tuple[tuple[str, int, int | None], ...] = (
     ("max_num_waiting", 1, None),
 )
 _TEXTS = ("model", "tokenizer", "journal")
-_BOOLEANS = ("enable_prefix_caching", "batch_invariant", "return_prompt", "progress", "check_integrity")
+_BOOLEANS = (
+    "admit_beside_paused",
+    "enable_prefix_caching",
+    "batch_invariant",
+    "return_prompt",
+    "progress",
+    "check_integrity",
+    "poison_free_pages",
+)
 _OPTIONAL = ("max_model_len", "num_pages", "kv_cache_bytes", "paused_pages", "max_num_waiting")
 _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtype", ("auto", "float32", "bfloat16", "float16")),

@@ -63,6 +63,8 @@ class Record(msgspec.Struct, frozen=True):
     num_pauses: int
     num_evictions: int
     failure: Failure | None
+    weight_epochs: list[tuple[int, int]]
+    exact: bool
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -74,7 +76,8 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """New output tokens of a streaming request, with their scores if asked; first is their output index.
+    """New output tokens of a streaming request, with their scores if asked; first is their output index, epoch that of
+    the weights they come from.
 
     A request that ends with its tokens gets no `Progress` for them: `Ended` holds everything.
     """
@@ -83,6 +86,7 @@ class Progress(msgspec.Struct, frozen=True):
     first: int
     token_ids: list[int]
     scores: TokenScores | None
+    epoch: int
 
 
 class FirstToken(msgspec.Struct, frozen=True):

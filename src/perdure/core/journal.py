@@ -1,7 +1,7 @@
 """The journal: a run's inputs in order, enough to replay it bit for bit.
 
-- Three kinds of entries: a command as it was applied, a plan as it was launched, an output as it was committed. Their
-  order is the whole of what a scheduler depends on.
+- Four kinds of entries: a command as it was applied, a plan as it was launched, an output as it was committed, a
+  directive with what came of it. Their order is the whole of what a scheduler depends on.
 - A journal is one msgpack value after another, the first being the core's configuration. A torn last entry (the
   process died while writing) is left out.
 - `replay` feeds commands and outputs to a new scheduler and compares each plan it makes with the recorded one.
@@ -16,12 +16,13 @@ import msgspec
 
 from perdure.api.command import Command
 from perdure.api.config import CoreConfig
+from perdure.api.directive import Directive, Outcome
 from perdure.api.event import Event
 from perdure.api.plan import StepOutput, StepPlan
 from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import CursorFactory
 
-VERSION = 1
+VERSION = 2
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -43,7 +44,12 @@ class Committed(msgspec.Struct, frozen=True, tag="o", array_like=True):
     output: StepOutput
 
 
-Entry = Applied | Launched | Committed
+class Performed(msgspec.Struct, frozen=True, tag="d", array_like=True):
+    directive: Directive
+    outcome: Outcome
+
+
+Entry = Applied | Launched | Committed | Performed
 
 
 class JournalError(Exception):
@@ -70,6 +76,9 @@ class Journal:
 
     def committed(self, output: StepOutput) -> None:
         self._write(Committed(output))
+
+    def performed(self, directive: Directive, outcome: Outcome) -> None:
+        self._write(Performed(directive, outcome))
 
     def close(self) -> None:
         self._file.close()
@@ -99,12 +108,16 @@ def _frame(file: BinaryIO) -> bytes | None:
 
 
 def replay(
-    file: BinaryIO, make_cursor: CursorFactory, execute: Callable[[StepPlan], StepOutput] | None = None
+    file: BinaryIO,
+    make_cursor: CursorFactory,
+    execute: Callable[[StepPlan], StepOutput] | None = None,
+    perform: Callable[[Directive], Outcome] | None = None,
 ) -> list[Event]:
     """Run the journal again; returns every event in order.
 
-    execute: a device that runs each plan anew; its outputs are compared with the recorded ones and used. Without it the
-    recorded outputs are used. Raises `JournalError` at the first plan or output that differs.
+    execute, perform: a device that runs each plan and directive anew; its outputs are compared with the recorded ones
+    and used. Without it the recorded outputs are used. Raises `JournalError` at the first plan, output or directive
+    that differs.
     """
     config, entries = read(file)
     scheduler = Scheduler(config, make_cursor)
@@ -126,4 +139,10 @@ def replay(
                 if executed is not None and encode(executed) != encode(output):
                     raise JournalError(f"step {output.step}: the output differs from the recorded one")
                 events += scheduler.commit(plan, output)
+            case Performed(directive, outcome):
+                if scheduler.directive() != directive:
+                    raise JournalError(f"the directive {directive} differs from the recorded one")
+                if perform is not None and perform(directive) != outcome:
+                    raise JournalError(f"the directive {directive} went another way")
+                events += scheduler.done(directive, outcome)
     return events

@@ -22,6 +22,8 @@ class RequestState:
 
     __slots__ = (
         "arrival",
+        "epochs",
+        "exact",
         "in_flight",
         "nodes",
         "num_cached",
@@ -29,10 +31,13 @@ class RequestState:
         "num_evictions",
         "num_pauses",
         "num_planned",
+        "num_residencies",
         "order",
         "pages",
+        "paused_at",
         "prefill_end",
         "prompt_scores",
+        "replay",
         "request",
         "scores",
         "seed",
@@ -58,6 +63,15 @@ class RequestState:
         self.num_cached = 0
         self.num_pauses = 0
         self.num_evictions = 0
+        self.num_residencies = 0
+        self.epochs: list[tuple[int, int]] = []
+        """Where other weights took over: (first output index, epoch)."""
+        self.exact = True
+        """Whether nothing weakened the promise: False with KV of several weights."""
+        self.paused_at = 0
+        """The latest pause, counted over all requests."""
+        self.replay: int | None = None
+        """Its place among those to be computed again, while in the queue (`core.queue`)."""
         self.tried_at = -1
         """Version of the page pool at which it last did not fit."""
         self.leave_device()
@@ -97,6 +111,16 @@ class RequestState:
         """Positions that will ever be computed: the last token of the budget is sampled, never computed."""
         return self.stops.prompt_length + self.stops.max_output - 1
 
+    def stamp(self, first: int, epoch: int) -> None:
+        """Output tokens from this index on come from the weights of this epoch."""
+        if not self.epochs or self.epochs[-1][1] != epoch:
+            self.epochs.append((first, epoch))
+
+    def forget_prompt_scores(self) -> None:
+        """They are asked anew: other weights compute the prompt again, and no token was drawn after the old ones."""
+        if self.prompt_scores is not None and not self.num_output:
+            self.prompt_scores = TokenScores(leading_none=True)
+
     @property
     def num_prompt_scores_missing(self) -> int:
         """Prompt tokens whose score was asked and is not recorded yet."""
@@ -120,4 +144,6 @@ class RequestState:
             num_pauses=self.num_pauses,
             num_evictions=self.num_evictions,
             failure=failure,
+            weight_epochs=list(self.epochs),
+            exact=self.exact,
         )

@@ -80,8 +80,9 @@ class Loop:
             self._journal.close()
 
     def turn(self, block: bool) -> None:
-        """Apply what arrived, keep the device busy, commit the oldest step. block: sleep if there is nothing to do."""
-        idle = not self._in_flight and not self.scheduler.can_act
+        """Apply what arrived, keep the device busy, commit the oldest step or, between steps, have a directive done.
+        block: sleep if there is nothing to do."""
+        idle = not (self._in_flight or self.scheduler.can_act or self.scheduler.directive())
         self._apply_arrived(block and idle)
         self._launch()
         if self._in_flight:
@@ -91,6 +92,11 @@ class Loop:
             if self._journal is not None:
                 self._journal.committed(output)
             self._publish(self.scheduler.commit(plan, output))
+        elif directive := self.scheduler.directive():
+            outcome = self._device.perform(directive)
+            if self._journal is not None:
+                self._journal.performed(directive, outcome)
+            self._publish(self.scheduler.done(directive, outcome))
         else:
             assert not self.scheduler.can_act, "requests wait, nothing is in flight, and no step can be planned"
         if self._check:

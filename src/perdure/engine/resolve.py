@@ -64,6 +64,7 @@ class Resolved:
             "page_size": core.page_size,
             "num_pages": core.num_pages,
             "paused_pages": core.paused_pages,
+            "admit_beside_paused": core.admit_beside_paused,
             "kv_cache_bytes": core.num_pages * self.page_bytes,
             "pool": self.pool,
             "enable_prefix_caching": core.enable_prefix_caching,
@@ -152,10 +153,12 @@ def _core_config(config: EngineConfig, loaded: LoadedModel) -> tuple[CoreConfig,
         vocab_size=shape.vocab_size,
         end_token_ids=shape.eos_token_ids,
         paused_pages=num_pages // 10 if config.paused_pages is None else config.paused_pages,
+        admit_beside_paused=config.admit_beside_paused,
         enable_prefix_caching=config.enable_prefix_caching,
         max_num_waiting=config.max_num_waiting,
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
+        poison_free_pages=config.poison_free_pages,
     )
     return core, page_bytes
 

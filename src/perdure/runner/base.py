@@ -2,12 +2,14 @@
 
 - Steps run in the order of launch; `launch` returns before the step has run.
 - A step's own failure is in its output (`StepOutput.errors`), never an exception of `wait`.
+- A directive is done between steps, and its failure is in its outcome.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from perdure.api.directive import Directive, Outcome
 from perdure.api.plan import StepOutput, StepPlan
 
 
@@ -24,6 +26,10 @@ class Device(Protocol):
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Hand over a step and return at once."""
+        ...
+
+    def perform(self, directive: Directive) -> Outcome:
+        """Do it, and return when it is done. No step is in flight."""
         ...
 
     def close(self) -> None:
