@@ -23,6 +23,7 @@ __all__ = [
     "QueueFull",
     "EngineDead",
     "StepFailed",
+    "JournalError",
     "__version__",
 ]
 
@@ -42,6 +43,7 @@ _HOMES = {
     "QueueFull": "perdure.api.errors",
     "EngineDead": "perdure.api.errors",
     "StepFailed": "perdure.api.errors",
+    "JournalError": "perdure.api.errors",
 }
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from perdure.api.errors import (
         EngineDead,
         InvalidValue,
+        JournalError,
         MaxSequenceLengthOverflow,
         ModelLoadError,
         ModelNotFound,

@@ -38,7 +38,7 @@ log = logging.getLogger("perdure")
 class Receiver(Protocol):
     """Gets the events of one ticket, on the loop's thread."""
 
-    def deliver(self, event: Event) -> None: ...
+    def deliver(self, event: Event, time: float) -> None: ...
 
     def fail(self, error: PerdureError) -> None:
         """No event will come any more."""
@@ -52,7 +52,7 @@ class Reply:
         # From here on it cannot be cancelled: whoever waits may go away, the answer comes all the same.
         self.future.set_running_or_notify_cancel()
 
-    def deliver(self, event: Event) -> None:
+    def deliver(self, event: Event, time: float) -> None:
         assert isinstance(event, ev.Done)
         if event.failure is not None:
             self.future.set_exception(event.failure.to_exception())
@@ -175,12 +175,12 @@ class Engine:
         self.resolved.runner.release()
         del self._loop
 
-    def _publish(self, events: list[Event]) -> None:
+    def _publish(self, events: list[Event], time: float) -> None:
         for event in events:
-            last = not isinstance(event, (ev.Progress, ev.FirstToken))
+            last = not isinstance(event, (ev.Progress, ev.Moment))
             receiver = self._receivers.pop(event.ticket) if last else self._receivers[event.ticket]
             with _logging_faults():
-                receiver.deliver(event)
+                receiver.deliver(event, time)
 
 
 @contextlib.contextmanager
