@@ -20,9 +20,11 @@ __all__ = [
     "ModelLoadError",
     "ModelNotFound",
     "StateError",
+    "DeviceError",
     "QueueFull",
     "EngineDead",
     "StepFailed",
+    "JournalError",
     "__version__",
 ]
 
@@ -39,16 +41,20 @@ _HOMES = {
     "ModelLoadError": "perdure.api.errors",
     "ModelNotFound": "perdure.api.errors",
     "StateError": "perdure.api.errors",
+    "DeviceError": "perdure.api.errors",
     "QueueFull": "perdure.api.errors",
     "EngineDead": "perdure.api.errors",
     "StepFailed": "perdure.api.errors",
+    "JournalError": "perdure.api.errors",
 }
 
 if TYPE_CHECKING:
     from perdure.api.config import EngineConfig
     from perdure.api.errors import (
+        DeviceError,
         EngineDead,
         InvalidValue,
+        JournalError,
         MaxSequenceLengthOverflow,
         ModelLoadError,
         ModelNotFound,

@@ -51,12 +51,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     bf16 unit runs, whatever the checkpoint says. num_pages or kv_cache_bytes: size of the KV pool; neither = room for
     max_num_seqs requests of full length, within a quarter of the memory that is free.
     max_num_batched_tokens: most positions computed in one step. steps_in_flight: 1 = plan only after the step before
-    is known, 2 = overlapped, up to 4. batch_invariant: bitwise results
-    whatever the schedule. paused_pages: how many pages requests that wait for one may keep together, others are evicted
-    and computed again; None = a tenth of the pool. admit_beside_paused: False = while one waits so, none is taken in. attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the
-    library's own. progress: say on stderr what is being done.
-    check_integrity, poison_free_pages: for debugging; account for everything after every turn, and fill pages that
-    nobody owns with NaN in every step.
+    is known, 2 = overlapped, up to 4. batch_invariant: bitwise results whatever the schedule. paused_pages: how many
+    pages requests that wait for one may keep together, others are evicted and computed again; None = a tenth of the
+    pool. admit_beside_paused: False = while a request waits so, no other is taken in. attention_backend,
+    linear_backend: "reference" is the slow, obvious form, "plain" the library's own. progress: say on stderr what is
+    being done. check_integrity, poison_free_pages: for debugging; account for everything after every turn, and fill
+    pages that nobody owns with NaN in every step.
     """
 
     model: str | None = None

@@ -1,6 +1,6 @@
 """What the engine loop reports, addressed by ticket.
 
-A request gets `Refused`, or at most one `FirstToken`, any number of `Progress` and one `Ended`.
+A request gets `Refused`, or any number of `Moment` and `Progress` and one `Ended`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,20 @@ from perdure.api.request import RequestId
 from perdure.api.scores import TokenScores
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+MomentKind = Literal[
+    "queued",  # admitted, and waiting; detail: the request's id
+    "scheduled",  # has a slot and pages; num_tokens: known tokens it has to compute before it goes on
+    "chunk",  # so many of these were computed in one step
+    "first_token",  # the first output token is known
+    "paused",  # no page for its next position; it keeps those it has
+    "resumed",  # goes on after a pause
+    "evicted",  # its pages are taken; what was computed will be computed again
+    "dropped",  # the same, because the whole engine's KV was dropped
+    "checkpoint",  # a checkpoint of it was given out; num_tokens: output tokens so far
+    "ended",  # detail: the finish reason; num_tokens: output tokens
+    "refused",  # never admitted; detail: the error's class
+]
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -89,10 +103,16 @@ class Progress(msgspec.Struct, frozen=True):
     epoch: int
 
 
-class FirstToken(msgspec.Struct, frozen=True):
-    """The request's first output token is known (for timing; the token itself comes with the others)."""
+class Moment(msgspec.Struct, frozen=True, array_like=True):
+    """Something that happened to a request on its way. Its time is that of the loop when it tells of it.
+
+    "ended" and "refused" are told by `Ended` and `Refused`; a journal writes them as moments too.
+    """
 
     ticket: int
+    kind: MomentKind
+    num_tokens: int = 0
+    detail: RequestId = ""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -110,4 +130,4 @@ class Done(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-Event = Refused | Progress | FirstToken | Ended | Done
+Event = Refused | Progress | Moment | Ended | Done

@@ -1,7 +1,7 @@
 """The engine's own state, and the orders that change it.
 
-- Orders are carried out one after another, as they came. One that is illegal when its turn comes is refused, and nothing
-  is changed by it.
+- Orders are carried out one after another, as they came. One that is illegal when its turn comes is refused, and
+  nothing is changed by it.
 - A pause takes hold at once for planning ("keep", "abort") or when all requests admitted so far have ended ("wait"). It
   is answered when no step is in flight. A resume before that cancels it, and answers it too.
 - Every other order waits until no step is in flight; nothing is planned meanwhile. Most then need the device: its part

@@ -14,7 +14,7 @@ from perdure.core.state import RequestState
 
 
 class PlanDraft:
-    """tokens_left: what remains of the step's budget. poisoned: pages nobody owns when the step is planned, for debugging."""
+    """tokens_left: what remains of the step's budget. poisoned: pages that nobody owns, for debugging."""
 
     def __init__(self, step: int, budget: int, pool: PagePool, poisoned: Sequence[int] = ()) -> None:
         self.tokens_left = budget

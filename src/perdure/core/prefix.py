@@ -3,12 +3,14 @@
 - A node is one full page of tokens under its parent node; a key holds the tokens themselves, so a hit is never a guess.
 - Nodes are published by commit only, from committed tokens, parents first; a published page never changes.
 - The first to publish a key keeps it; a later page with equal tokens stays private to its request.
-- Other weights may begin under a root of their own, so that pages of earlier ones are found only by who returns to them.
+- Other weights may begin under a root of their own, so that pages of earlier ones are found only after a return to
+  them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 
 class PrefixIndex:
     """Nodes are named by serial numbers never used twice, so a key under a forgotten parent can never be found."""

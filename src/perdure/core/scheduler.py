@@ -18,7 +18,7 @@ from perdure.api import event as ev
 from perdure.api.config import CoreConfig
 from perdure.api.directive import Directive, Outcome
 from perdure.api.errors import InvalidValue, PerdureError, QueueFull, StateError, StepFailed
-from perdure.api.event import Event, Failure, FinishReason, StopMatch
+from perdure.api.event import Event, Failure, FinishReason, MomentKind, StopMatch
 from perdure.api.output import Stats
 from perdure.api.plan import StepOutput, StepPlan
 from perdure.api.request import Request, RequestId
@@ -102,6 +102,7 @@ class Scheduler:
         self._states[state.arrival] = state
         self._live[request.request_id] = state
         self._waiting.add(state)
+        self._note(state, "queued", detail=request.request_id)
         if state.stops.max_output == 0 and not state.num_prompt_scores_missing:
             self._end(state, Status.FINISHED, "length")
 
@@ -186,6 +187,7 @@ class Scheduler:
                 return False
         if state.status is Status.PAUSED:
             state.move(Status.RUNNING)
+            self._note(state, "resumed")
         draft.grow(state, 1)
         return True
 
@@ -193,6 +195,7 @@ class Scheduler:
         if state.status is Status.RUNNING:
             state.move(Status.PAUSED)
             state.num_pauses += 1
+            self._note(state, "paused")
             self._counters.num_pauses += 1
             state.paused_at = self._counters.num_pauses
 
@@ -200,6 +203,7 @@ class Scheduler:
         """Take slot and pages away. What is in flight still counts: its tokens are valid wherever they come from."""
         state.move(Status.WAITING)
         state.num_evictions += 1
+        self._note(state, "evicted")
         self._counters.num_evictions += 1
         self._leave(state)
         self._waiting.add(state)
@@ -244,6 +248,7 @@ class Scheduler:
             state.num_cached = state.num_computed
             self._counters.num_cached_tokens += state.num_computed
             self._counters.num_prompt_tokens += state.prompt_length
+        self._note(state, "scheduled", end - state.num_planned)
         self._prefill(state, draft)
         return True
 
@@ -290,6 +295,8 @@ class Scheduler:
                 append_scores(state.scores, output.records, records[row], state.tokens)
             if state.is_resident:
                 state.num_computed += plan.length[row]
+                if plan.num_tokens[row]:
+                    self._note(state, "chunk", plan.length[row])
                 self._publish(state)
             self._after_tokens(state, len(new_tokens))
         return self._told()
@@ -302,7 +309,7 @@ class Scheduler:
                 self._end(state, Status.FINISHED, "length")
             return
         if first == state.prompt_length:
-            self._events.append(ev.FirstToken(state.request.ticket))
+            self._note(state, "first_token")
         stop = state.stops.first_stop(state.tokens, first)
         if stop is not None:
             self._cut(state, state.prompt_length + stop.num_tokens)
@@ -373,11 +380,20 @@ class Scheduler:
         if state.is_final and state.in_flight == 0:
             del self._states[state.arrival]
 
-    def _told(self) -> list[Event]:
-        if not self._control.is_settled:
-            self._events += self._control.advance(self)
+    def _note(self, state: RequestState, kind: MomentKind, num_tokens: int = 0, detail: RequestId = "") -> None:
+        """Something happened to the request: whoever submitted it, and a trace, will see it."""
+        self._events.append(ev.Moment(state.request.ticket, kind, num_tokens, detail))
+
+    def told(self) -> list[Event]:
+        """What is to be told by now: `apply` and `commit` return it, and what `plan` has done can be had at once."""
         told, self._events = self._events, []
         return told
+
+    def _told(self) -> list[Event]:
+        """The same, once orders have gone as far as they can."""
+        if not self._control.is_settled:
+            self._events += self._control.advance(self)
+        return self.told()
 
     # What orders need (`control.Requests`)
 
@@ -430,6 +446,7 @@ class Scheduler:
         replayed = replay_order(self._residents)
         for state in replayed:
             state.move(Status.WAITING)
+            self._note(state, "dropped")
             self._leave(state)
         self._waiting.replay(replayed)
 

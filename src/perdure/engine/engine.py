@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_args
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
@@ -38,7 +38,7 @@ log = logging.getLogger("perdure")
 class Receiver(Protocol):
     """Gets the events of one ticket, on the loop's thread."""
 
-    def deliver(self, event: Event) -> None: ...
+    def deliver(self, event: Event, time: float) -> None: ...
 
     def fail(self, error: PerdureError) -> None:
         """No event will come any more."""
@@ -52,7 +52,7 @@ class Reply:
         # From here on it cannot be cancelled: whoever waits may go away, the answer comes all the same.
         self.future.set_running_or_notify_cancel()
 
-    def deliver(self, event: Event) -> None:
+    def deliver(self, event: Event, time: float) -> None:
         assert isinstance(event, ev.Done)
         if event.failure is not None:
             self.future.set_exception(event.failure.to_exception())
@@ -116,7 +116,7 @@ class Engine:
         """A command that has no answer."""
         self._send({}, [command])
 
-    def ask(self, make: type[cmd.Resume | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop]) -> Future[object]:
+    def ask(self, make: type[cmd.Reset | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop]) -> Future[object]:
         """Send a control command; the future gets its answer."""
         return self._ask(make(self.ticket()))
 
@@ -126,11 +126,21 @@ class Engine:
         self.send(cmd.Abort([] if request_ids is None else ids_to_abort(request_ids), everything=everything))
 
     def pause(self, mode: cmd.PauseMode) -> Future[object]:
-        if mode not in ("keep", "wait", "abort"):
-            raise InvalidValue(f"mode={mode!r} is none of keep, wait, abort")
+        _check_choice("mode", mode, cmd.PauseMode)
         return self._ask(cmd.Pause(self.ticket(), mode))
 
-    def _ask(self, command: cmd.Pause | cmd.Resume | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop) -> Future[object]:
+    def suspend(self, kv: cmd.KVMode) -> Future[object]:
+        _check_choice("kv", kv, cmd.KVMode)
+        return self._ask(cmd.Suspend(self.ticket(), kv))
+
+    def resume(self, tags: Sequence[cmd.Tag] | None) -> Future[object]:
+        if isinstance(tags, str):
+            raise InvalidValue(f"tags={tags!r} is no list of names; the names are: {', '.join(get_args(cmd.Tag))}")
+        for tag in tags or ():
+            _check_choice("tags", tag, cmd.Tag)
+        return self._ask(cmd.Resume(self.ticket(), None if tags is None else list(tags)))
+
+    def _ask(self, command: cmd.Order | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop) -> Future[object]:
         reply = Reply()
         self._send({command.ticket: reply}, [command])
         return reply.future
@@ -175,12 +185,17 @@ class Engine:
         self.resolved.runner.release()
         del self._loop
 
-    def _publish(self, events: list[Event]) -> None:
+    def _publish(self, events: list[Event], time: float) -> None:
         for event in events:
-            last = not isinstance(event, (ev.Progress, ev.FirstToken))
+            last = not isinstance(event, (ev.Progress, ev.Moment))
             receiver = self._receivers.pop(event.ticket) if last else self._receivers[event.ticket]
             with _logging_faults():
-                receiver.deliver(event)
+                receiver.deliver(event, time)
+
+
+def _check_choice(name: str, value: object, allowed: object) -> None:
+    if value not in get_args(allowed):
+        raise InvalidValue(f"{name}={value!r} is none of {', '.join(get_args(allowed))}")
 
 
 @contextlib.contextmanager

@@ -8,28 +8,28 @@ from collections.abc import Callable
 from perdure.api import event as ev
 from perdure.api.errors import PerdureError
 from perdure.api.event import Event
-from perdure.api.output import CompletionOutput, RequestMetrics, RequestOutput
+from perdure.api.output import CompletionOutput, RequestEvent, RequestMetrics, RequestOutput
 from perdure.api.request import Request, RequestId
 from perdure.api.sampling import SamplingParams
 from perdure.api.scores import TokenScores
 
 
 class Arrivals:
-    """Times of one request, and its last event. on_event is called on the loop's thread after each event."""
+    """What happened to one request and when, and its last event. on_event is called on the loop's thread with all
+    that is more than a moment on the way."""
 
     def __init__(self, request: Request, on_event: Callable[[Event | PerdureError], None]) -> None:
         self.request = request
         self._on_event = on_event
         self._arrival_time = time.monotonic()
-        self._first_token_time: float | None = None
-        self._finished_time: float | None = None
+        self._events: list[RequestEvent] = []
 
-    def deliver(self, event: Event) -> None:
-        if isinstance(event, ev.FirstToken):
-            self._first_token_time = time.monotonic()
+    def deliver(self, event: Event, time: float) -> None:
+        if isinstance(event, ev.Moment):
+            self._events.append(RequestEvent(event.kind, time, event.num_tokens))
             return
         if isinstance(event, ev.Ended):
-            self._finished_time = time.monotonic()
+            self._events.append(RequestEvent("ended", time, len(event.record.token_ids)))
         self._on_event(event)
 
     def fail(self, error: PerdureError) -> None:
@@ -38,8 +38,7 @@ class Arrivals:
     def metrics(self, record: ev.Record) -> RequestMetrics:
         return RequestMetrics(
             self._arrival_time,
-            self._first_token_time,
-            self._finished_time,
+            tuple(self._events),
             num_pauses=record.num_pauses,
             num_evictions=record.num_evictions,
         )

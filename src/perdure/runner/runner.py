@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from perdure.api.directive import Clear, Directive, Sleep, Wake
 from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
 from perdure.models.base import Model
 from perdure.ops.attention import CacheShape, make_attention
@@ -80,6 +81,23 @@ class Runner:
         self._failed.update((plan.slot[row], message) for row, message in output.errors)
         return output
 
+    @torch.inference_mode()
+    def perform(self, directive: Directive) -> None:
+        """Between steps: give memory back, take it again, load weights. Raises where it cannot."""
+        match directive:
+            case Sleep(kv, weights, pages):
+                assert weights == "keep"
+                if kv == "offload":
+                    self._kv.offload(pages)
+                elif kv == "recompute":
+                    self._kv.release()
+            case Wake(kv, weights, pages):
+                if kv:
+                    self._kv.restore(pages)
+            case Clear():
+                self._kv.release()
+                self._failed.clear()
+
     def fail(self, slots: Iterable[int], message: str) -> None:
         """The rows in these slots hold nothing to go on from: they fail in steps launched already, and write nothing,
         until their slot gets another request."""
@@ -89,6 +107,8 @@ class Runner:
     def _run(self, plan: StepPlan) -> StepOutput:
         # First of all and whatever happens after: later steps rely on these.
         self._rows.apply(plan)
+        if plan.poisoned_pages:
+            self._kv.poison(plan.poisoned_pages)
         self._kv.clear(plan.fresh_pages)
         if not plan.slot:
             return StepOutput(plan.step, [], [], ScoreColumns.empty(), ScoreColumns.empty(), [])
