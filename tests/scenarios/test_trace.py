@@ -170,7 +170,7 @@ def test_the_picture_shows_every_span_inside_its_frame() -> None:
     assert set(states) == set(STATES)
     for state, count in states.items():
         assert drawn(root, state) == count + 1  # and one in the legend
-    assert drawn(root, "ended") == 4 + 1 and drawn(root, "engine") == 1 + 1 and drawn(root, "pool") == 1
+    assert drawn(root, "ended") == 4 + 1 and drawn(root, "engine paused") == 1 + 1 and drawn(root, "pool") == 1
     assert {"<0> & co", "20 tokens, length", "engine paused", "9 pages", "held"} <= set(texts(root))
     _, _, width, height = map(float, str(root.get("viewBox")).split())
     for shape in root.iter():

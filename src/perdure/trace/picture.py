@@ -43,12 +43,12 @@ STYLE = """
   .ground { fill: #ffffff; stroke: #d1d9e0; } .quiet { fill: #59636e; } .title { font-size: 15px; font-weight: 600; }
   .grid { stroke: #d1d9e0; fill: none; } .full { stroke: #59636e; stroke-dasharray: 3 3; fill: none; }
   .pool { fill: #56b4e9; fill-opacity: 0.45; stroke: #0072b2; } .mark { fill: #1f2328; stroke: #ffffff; }
-  .ended { fill: #1f2328; } .engine { fill: #59636e; fill-opacity: 0.18; }
+  .ended { fill: #1f2328; } .engine { fill: #59636e; fill-opacity: 0.4; } .suspended { fill: #332288; }
   %s
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3; } .ground { fill: #0d1117; stroke: #30363d; } .quiet { fill: #9198a1; }
     .grid { stroke: #262c34; } .full { stroke: #9198a1; } .pool { stroke: #56b4e9; }
-    .mark { fill: #e6edf3; stroke: #0d1117; } .ended { fill: #e6edf3; } .engine { fill: #9198a1; fill-opacity: 0.25; }
+    .mark { fill: #e6edf3; stroke: #0d1117; } .ended { fill: #e6edf3; } .suspended { fill: #8a7ee0; }
     %s
   }
 """
@@ -74,7 +74,7 @@ class _Picture:
         head, legend = [*self._head()], [*self._legend()]
         top = self.y
         requests, pool = [*self._requests()], [*self._pool()]
-        behind = [*self._grid(top), *self._engine(top)]
+        grid, engine = [*self._grid(top)], [*self._engine(top)]
         axis = [*self._axis()]
         height = self.y + MARGIN / 2
         light, dark = (" ".join(f".{s} {{ fill: {look[at]}; }}" for s, look in STATES.items()) for at in (2, 3))
@@ -86,9 +86,10 @@ class _Picture:
                 f'<rect class="ground" x="0.5" y="0.5" width="{WIDTH - 1:.0f}" height="{height - 1:.0f}" rx="8"/>',
                 *head,
                 *legend,
-                *behind,
+                *grid,
                 *requests,
                 *pool,
+                *engine,
                 *axis,
                 "</svg>\n",
             ]
@@ -124,7 +125,7 @@ class _Picture:
         marks = [mark.kind for track in self.tracks for mark in track.marks]
         entries += [(kind, "mark", 1.0) for kind in MARKS if kind in marks]
         states = dict.fromkeys(span.state for span in self.timeline.engine_spans)
-        entries += [(f"engine {state}", "engine", 1.0) for state in states]
+        entries += [(f"engine {state}", f"engine {state}", 1.0) for state in states]
         x = MARGIN
         for name, style, part in entries:
             width = 24 + LETTER * len(name)
@@ -203,11 +204,11 @@ class _Picture:
     # Across all of it
 
     def _engine(self, top: float) -> Iterator[str]:
-        """Spans in which the whole engine was paused or suspended."""
+        """Spans in which the engine was paused or suspended lie over all that stood still, in that state's colour."""
         for span in self.timeline.engine_spans:
             x, end = (min(max(self._x(time), LEFT), RIGHT) for time in (span.start, span.end))
             if end > x:
-                yield _box("engine", x, top - 6, max(end - x, 1.0), self.y - top + 6)
+                yield _box(f"engine {span.state}", x, top - 6, max(end - x, 1.0), self.y - top + 6)
 
     def _grid(self, top: float) -> Iterator[str]:
         for tick in self._ticks():
