@@ -164,7 +164,7 @@ class _Picture:
         for span in track.spans:
             x, end = self._x(span.start), self._x(span.end)
             gap = 0.8 if span.num_tokens and end - x > 4 else 0.0  # so that chunks can be told apart
-            height = max(bar * STATES[span.state][1], min(bar, 2.0))
+            height = max(bar * STATES[span.state][1], 0.5)
             width = max(end - x - gap, 0.7)
             paths[span.state].append(f"M{x:.1f} {middle - height / 2:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z")
 
