@@ -92,8 +92,8 @@ def check_track(track: Track, result: ev.Record) -> None:
     borders = [track.queued, *(span.end for span in track.spans)]
     assert [span.start for span in track.spans] == borders[:-1] and borders[-1] == track.ended
     states = [span.state for span in track.spans]
-    assert states.count("paused") <= result.num_pauses and states.count("evicted") <= result.num_evictions
-    if not result.num_evictions:
+    assert states.count("paused") <= result.num_pauses and states.count("evicted") <= track.num_puts_back
+    if not track.num_puts_back:
         assert not {"evicted", "recompute"} & set(states)
         if not result.num_pauses and result.finish_reason in ("stop", "length") and states:
             known = len(result.prompt_token_ids) - (not result.token_ids)  # scored only: the last one is not computed

@@ -77,6 +77,8 @@ class Track:
         self.num_output = 0
         self.num_pauses = 0
         self.num_evictions = 0
+        self.num_puts_back = 0
+        """How often its pages were taken, by eviction or with the whole engine's."""
         self._since = time
         self._num_residencies = 0
         self._is_resident = False
@@ -134,6 +136,7 @@ class Track:
                 self._close(time)
                 self._is_resident = self._is_paused = False
                 self.num_evictions += moment.kind == "evicted"
+                self.num_puts_back += 1
             case "ended":
                 self._close(time)
                 self.ended, self.end_reason, self.num_output = time, str(moment.detail), moment.num_tokens
