@@ -14,7 +14,8 @@ import pytest
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.errors import JournalError
-from perdure.core.journal import Journal, Told, read
+from perdure.api.plan import StepPlan
+from perdure.core.journal import Journal, Launched, Told, read
 from perdure.trace.picture import MOST_ROWS, STATES, WIDTH
 from perdure.trace.timeline import Timeline, Track
 from perdure.trace.trace import Trace
@@ -79,7 +80,8 @@ def test_a_trace_agrees_with_the_scheduler(depth: int) -> None:
             check_track(track, life.ended[ticket])
             seen.update(span.state for span in track.spans)
         check_levels(timeline)
-        check_steps(timeline, life.scheduler.stats().num_steps)
+        entries = read(io.BytesIO(file.getvalue()))[1]
+        check_steps(timeline, [entry.plan for entry in entries if isinstance(entry, Launched) and entry.plan])
         seen.update(span.state for span in timeline.engine_spans)
     witness(f"trace-lives-depth-{depth}", **seen)
     assert set(seen) == set(STATES)
@@ -110,9 +112,9 @@ def check_levels(timeline: Timeline) -> None:
     assert timeline.levels[-1][1].num_free_pages == timeline.config.num_pages
 
 
-def check_steps(timeline: Timeline, num_steps: int) -> None:
+def check_steps(timeline: Timeline, plans: list[StepPlan]) -> None:
     steps = timeline.steps
-    assert [step.number for step in steps] == list(range(num_steps))
+    assert [(step.number, step.num_rows) for step in steps] == [(plan.step, len(plan.request)) for plan in plans]
     assert all(before.end <= step.start < step.end for before, step in itertools.pairwise(steps))
     assert all(step.num_positions >= step.num_rows > 0 for step in steps)
 
