@@ -82,9 +82,9 @@ def test_a_trace_agrees_with_the_scheduler(depth: int) -> None:
         check_levels(timeline)
         entries = read(io.BytesIO(file.getvalue()))[1]
         check_steps(timeline, [entry.plan for entry in entries if isinstance(entry, Launched) and entry.plan])
-        seen.update(span.state for span in timeline.engine_spans)
+        seen.update(f"engine_{span.state}" for span in timeline.engine_spans)
     witness(f"trace-lives-depth-{depth}", **seen)
-    assert set(seen) == set(STATES)
+    assert {*STATES, "engine_paused"} <= set(seen)
 
 
 def check_track(track: Track, result: ev.Record) -> None:
