@@ -16,7 +16,7 @@ from perdure.api import event as ev
 from perdure.api.errors import JournalError
 from perdure.api.plan import StepPlan
 from perdure.core.journal import Journal, Launched, Told, read
-from perdure.trace.picture import MOST_ROWS, STATES, WIDTH
+from perdure.trace.picture import LETTER, MOST_ROWS, STATES, WIDTH
 from perdure.trace.timeline import Timeline, Track
 from perdure.trace.trace import Trace
 from tests.scenarios.scripted import Stage, counting
@@ -179,6 +179,23 @@ def test_the_picture_shows_every_span_inside_its_frame() -> None:
         assert 0 <= float(shape.get("x", 0)) <= width and 0 <= float(shape.get("y", 0)) <= height
         assert float(shape.get("x", 0)) + float(shape.get("width", 0)) <= width
     assert width == WIDTH and height < 420
+
+
+def test_long_and_strange_ids_are_one_line_inside_the_frame() -> None:
+    stage = Stage()
+    file = record(stage)
+    for name in ("a" * 24, "b" * 3000, "two\nlines", "\x00\x1b", 7):
+        stage.submit([1, 2, 3], counting(100), request_id=name, max_tokens=4)
+    stage.run()
+    trace = trace_of(file)
+    labels = [track.label for track in trace.timeline.tracks]
+    assert labels == ["a" * 24, "b" * 23 + "…", r"'two\nlines'", r"'\x00\x1b'", "7"]
+    root = ElementTree.fromstring(trace.svg())
+    for text in root.iter(f"{SVG}text"):
+        if text.text in labels:
+            assert float(text.get("x", 0)) - LETTER * len(text.text) >= 0
+    assert set(labels) <= set(texts(root))
+    json.dumps(trace.chrome())
 
 
 def test_a_moment_that_changes_no_state_is_a_mark() -> None:

@@ -15,8 +15,8 @@ from xml.sax.saxutils import escape
 from perdure.trace.timeline import State, Timeline, Track
 
 WIDTH, MARGIN = 1000.0, 24.0
-LEFT, RIGHT = 120.0, 860.0
-"""Where time begins and ends: before it are the labels, after it how the last requests ended."""
+LEAST_LEFT, RIGHT = 120.0, 860.0
+"""Where time begins, unless labels are long, and where it ends: after it stands how the last requests ended."""
 
 ROW_HEIGHT, ROWS_HEIGHT = 24.0, 1200.0
 """Of one row, and of all where there are many."""
@@ -68,6 +68,8 @@ class _Picture:
         self.start = min((track.queued for track in self.tracks), default=0.0)
         ends = [timeline.duration if track.ended is None else track.ended for track in self.tracks]
         self.seconds = max(max(ends, default=timeline.duration) - self.start, 1e-6)
+        letters = max((len(track.label) for track in self.tracks), default=0)
+        self.left = max(LEAST_LEFT, MARGIN + LETTER * letters + 8)
         self.y = MARGIN
 
     def text(self) -> str:
@@ -152,7 +154,7 @@ class _Picture:
             middle = self.y + height * (number + 0.5)
             self._draw(track, middle, bar, paths)
             if number % label_every == 0:
-                words.append(_text(LEFT - 8, middle + 4, track.label, "", "end"))
+                words.append(_text(self.left - 8, middle + 4, track.label, "", "end"))
             if label_every == 1:
                 words += self._end(track, middle, bar)
             words += [_diamond(self._x(mark.time), middle) for mark in track.marks if mark.kind in MARKS]
@@ -180,22 +182,22 @@ class _Picture:
         num_pages = self.timeline.config.num_pages
         top, bottom = self.y, self.y + POOL_HEIGHT
         line = "".join(f"H{x:.1f}V{bottom - POOL_HEIGHT * held / num_pages:.1f}" for x, held in self._held())
-        yield f'<path class="pool" d="M{LEFT:.1f} {bottom:.1f}{line}H{RIGHT:.1f}V{bottom:.1f}z"/>'
-        yield f'<path class="full" d="M{LEFT:.1f} {top:.1f}H{RIGHT:.1f}"/>'
-        yield _text(LEFT - 8, top + 4, _counted(num_pages, "page"), "quiet", "end")
-        yield _text(LEFT - 8, (top + bottom) / 2 + 4, "held", "", "end")
-        yield _text(LEFT - 8, bottom + 4, "0", "quiet", "end")
+        yield f'<path class="pool" d="M{self.left:.1f} {bottom:.1f}{line}H{RIGHT:.1f}V{bottom:.1f}z"/>'
+        yield f'<path class="full" d="M{self.left:.1f} {top:.1f}H{RIGHT:.1f}"/>'
+        yield _text(self.left - 8, top + 4, _counted(num_pages, "page"), "quiet", "end")
+        yield _text(self.left - 8, (top + bottom) / 2 + 4, "held", "", "end")
+        yield _text(self.left - 8, bottom + 4, "0", "quiet", "end")
         self.y = bottom
 
     def _held(self) -> Iterator[tuple[float, int]]:
         """How many pages are held from x on. Of what changes within half a pixel the largest number is shown."""
-        last_x, last = LEFT, 0
+        last_x, last = self.left, 0
         for time, level in self.timeline.levels:
             x, held = self._x(time), self.timeline.config.num_pages - level.num_free_pages
             if x >= RIGHT:
                 break
             if x < last_x + 0.5:
-                last = max(held, last) if x > LEFT else held
+                last = max(held, last) if x > self.left else held
             else:
                 yield last_x, last
                 last_x, last = x, held
@@ -206,7 +208,7 @@ class _Picture:
     def _engine(self, top: float) -> Iterator[str]:
         """Spans in which the engine was paused or suspended lie over all that stood still, in that state's colour."""
         for span in self.timeline.engine_spans:
-            x, end = (min(max(self._x(time), LEFT), RIGHT) for time in (span.start, span.end))
+            x, end = (min(max(self._x(time), self.left), RIGHT) for time in (span.start, span.end))
             if end > x:
                 yield _box(f"engine {span.state}", x, top - 6, max(end - x, 1.0), self.y - top + 6)
 
@@ -226,7 +228,7 @@ class _Picture:
         return [apart * number for number in range(int(self.seconds / apart + 1e-9) + 1)]
 
     def _x(self, time: float) -> float:
-        return LEFT + (RIGHT - LEFT) * (time - self.start) / self.seconds
+        return self.left + (RIGHT - self.left) * (time - self.start) / self.seconds
 
 
 def _text(x: float, y: float, text: str, style: str, anchor: str = "start") -> str:
