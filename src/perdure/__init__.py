@@ -14,6 +14,7 @@ __all__ = [
     "SamplingParams",
     "RequestOutput",
     "EngineConfig",
+    "Trace",
     "PerdureError",
     "InvalidValue",
     "MaxSequenceLengthOverflow",
@@ -35,6 +36,7 @@ _HOMES = {
     "SamplingParams": "perdure.api.sampling",
     "RequestOutput": "perdure.api.output",
     "EngineConfig": "perdure.api.config",
+    "Trace": "perdure.trace.trace",
     "PerdureError": "perdure.api.errors",
     "InvalidValue": "perdure.api.errors",
     "MaxSequenceLengthOverflow": "perdure.api.errors",
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from perdure.api.sampling import SamplingParams
     from perdure.engine.async_llm import AsyncLLM
     from perdure.engine.llm import LLM
+    from perdure.trace.trace import Trace
 else:
 
     def __getattr__(name):
