@@ -101,7 +101,7 @@ def test_life_a_request_suspended_after_generation_began(
 def test_T61_everything_comes_back_from_a_suspension(
     kv: KVMode, depth: int, make_llm: MakeLLM, reference: Reference, solo: Solo
 ) -> None:
-    """Requests in decode, in mid-prefill, paused for a page, evicted and queued; then the cache, which offload keeps."""
+    """Requests in decode and mid-prefill, paused for a page, evicted and queued; then the cache, which offload keeps."""
     config: dict[str, Any] = {"num_pages": 14, "paused_pages": 4, "max_num_batched_tokens": 24}
     llm = make_llm(steps_in_flight=depth, **config)
     brake = Brake(llm._engine)
@@ -217,7 +217,12 @@ def test_s06_a_waiter_from_before_a_reset_is_woken_by_work_after_it(make_llm: Ma
     after = [engine._inbox, engine._inbox._arrived, engine._receivers, engine._loop, engine._thread]
     after += [engine._loop.scheduler, engine._loop.scheduler._control, engine.resolved.runner._kv._arena]
     assert all(one is other for one, other in zip(objects, after))
-    witness("s06-reset-waiter", num_tokens_after=len(end.record.token_ids), cached_pages_forgotten=cached, num_objects=len(objects))
+    witness(
+        "s06-reset-waiter",
+        num_tokens_after=len(end.record.token_ids),
+        cached_pages_forgotten=cached,
+        num_objects=len(objects),
+    )
 
 
 def test_s06_an_engine_that_was_reset_draws_as_a_new_one(make_llm: MakeLLM) -> None:
