@@ -101,7 +101,7 @@ def test_life_a_request_suspended_after_generation_began(
 def test_T61_everything_comes_back_from_a_suspension(
     kv: KVMode, depth: int, make_llm: MakeLLM, reference: Reference, solo: Solo
 ) -> None:
-    """Requests in decode and mid-prefill, paused for a page, evicted and queued; then the cache, which offload keeps."""
+    """Requests in decode and mid-prefill, without a page, evicted and queued; then the cache, which offload keeps."""
     config: dict[str, Any] = {"num_pages": 14, "paused_pages": 4, "max_num_batched_tokens": 24}
     llm = make_llm(steps_in_flight=depth, **config)
     brake = Brake(llm._engine)
