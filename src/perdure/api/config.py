@@ -50,7 +50,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: most positions computed in one step. steps_in_flight: 1 = plan only after the step before
     is known, 2 = overlapped, up to 4. batch_invariant: bitwise results
     whatever the schedule. attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the
-    library's own. progress: say on stderr what is being done.
+    library's own. quantization: "gguf" keeps the blocks of a GGUF file as they are instead of expanding them.
+    progress: say on stderr what is being done.
     """
 
     model: str | None = None
@@ -72,6 +73,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     logprobs_mode: LogprobsMode = "raw"
     attention_backend: str = "auto"
     linear_backend: str = "auto"
+    quantization: str | None = None
     max_num_waiting: int | None = None
     return_prompt: bool = False
     progress: bool = False
@@ -137,6 +139,6 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("device", ("auto", "cpu")),
     ("load_format", ("auto", "dummy")),
     ("logprobs_mode", ("raw", "processed")),
-    ("attention_backend", ("auto", "tiled", "plain", "reference")),
-    ("linear_backend", ("auto", "packed", "invariant", "plain", "reference")),
+    ("attention_backend", ("auto", "native", "tiled", "plain", "reference")),
+    ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),
 )
