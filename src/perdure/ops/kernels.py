@@ -30,7 +30,8 @@ Weight = Tensor | JoinedWeight
 class Kernels:
     """One form of each function.
 
-    name: of the products' form. version: what the bits depend on beside it, in words. row_tile: rows a step is best padded to a multiple of.
+    name: of the products' form. version: what the bits depend on beside it, in words.
+    row_tile: rows a step is best padded to a multiple of.
     linear: y = x @ w.T + b; it may lay the weight out anew and forget the original.
     embedding: rows of a weight by their numbers, int64 [N] in, [N, K] out.
     """
