@@ -54,9 +54,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     is known, 2 = overlapped, up to 4. batch_invariant: bitwise results whatever the schedule. paused_pages: how many
     pages requests that wait for one may keep together, others are evicted and computed again; None = a tenth of the
     pool. admit_beside_paused: False = while a request waits so, no other is taken in. attention_backend,
-    linear_backend: "reference" is the slow, obvious form, "plain" the library's own. progress: say on stderr what is
-    being done. check_integrity, poison_free_pages: for debugging; account for everything after every turn, and fill
-    pages that nobody owns with NaN in every step.
+    linear_backend: "reference" is the slow, obvious form, "plain" the library's own. quantization: "gguf" keeps the
+    blocks of a GGUF file as they are instead of expanding them. progress: say on stderr what is being done.
+    check_integrity, poison_free_pages: for debugging; account for everything after every turn, and fill pages that
+    nobody owns with NaN in every step.
     """
 
     model: str | None = None
@@ -79,6 +80,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     logprobs_mode: LogprobsMode = "raw"
     attention_backend: str = "auto"
     linear_backend: str = "auto"
+    quantization: str | None = None
     max_num_waiting: int | None = None
     return_prompt: bool = False
     progress: bool = False
@@ -153,6 +155,6 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("device", ("auto", "cpu")),
     ("load_format", ("auto", "dummy")),
     ("logprobs_mode", ("raw", "processed")),
-    ("attention_backend", ("auto", "tiled", "plain", "reference")),
-    ("linear_backend", ("auto", "packed", "invariant", "plain", "reference")),
+    ("attention_backend", ("auto", "native", "tiled", "plain", "reference")),
+    ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),
 )

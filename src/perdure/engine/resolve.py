@@ -70,8 +70,10 @@ class Resolved:
             "enable_prefix_caching": core.enable_prefix_caching,
             "steps_in_flight": self.config.steps_in_flight,
             "batch_invariant": self.config.batch_invariant,
-            "linear_backend": self.loaded.linear,
+            "quantization": self.loaded.quantization or "none",
+            "linear_backend": self.loaded.kernels.name,
             "attention_backend": self.runner.attention_backend,
+            "kernels": self.loaded.kernels.version,
             "logprobs_mode": core.logprobs_mode,
             "seed": core.seed,
         }
@@ -89,6 +91,7 @@ def resolve(config: EngineConfig) -> Resolved:
         load_format=config.load_format,
         seed=config.seed,
         linear=config.linear_backend,
+        quantization=config.quantization,
     )
     tokenizer = _tokenizer(config, loaded)
     dtype = str(loaded.dtype).removeprefix("torch.")
@@ -106,7 +109,7 @@ def resolve(config: EngineConfig) -> Resolved:
             max_model_len=core.max_model_len,
             batch_invariant=config.batch_invariant,
             attention_backend=config.attention_backend,
-            row_tile=loaded.row_tile,
+            row_tile=loaded.kernels.row_tile,
         )
     except (OSError, MemoryError, OverflowError) as error:
         wanted = core.num_pages * page_bytes

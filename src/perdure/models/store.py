@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from perdure.api.errors import ModelLoadError
@@ -95,6 +96,23 @@ class Store:
         for start in range(0, num_rows, step):
             rows = file.rows(name, start, min(start + step, num_rows))
             yield start, rows - added if added else rows
+
+    def stored_pieces(self, part: Part) -> Iterator[tuple[int, Tensor]]:
+        """The part in order as it is stored: floats, or the bytes of blocks (`GGUFFile.stored_rows`)."""
+        name, num_rows = self._name(part), part.shape[0]
+        file = self.files[name]
+        assert isinstance(file, GGUFFile) and not part.gguf_added, "only a GGUF's blocks are kept as they are"
+        heads = part.rotary_heads if self.interleaved else 0
+        step = num_rows // heads if heads else max(PIECE_SIZE // math.prod(part.shape[1:]), 1)
+        for start in range(0, num_rows, step):
+            rows = file.stored_rows(name, start, min(start + step, num_rows))
+            yield start, torch.cat((rows[0::2], rows[1::2])) if heads else rows
+
+    def stored_type(self, part: Part) -> str:
+        """Of a part of a GGUF: F32, F16, BF16 or a type of blocks."""
+        file = self.files[self._name(part)]
+        assert isinstance(file, GGUFFile)
+        return file.tensors[self._name(part)].type
 
     def _name(self, part: Part) -> str:
         return part.hf if self.names == "hf" else part.gguf

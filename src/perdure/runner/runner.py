@@ -19,6 +19,7 @@ from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
 from perdure.models.base import Model
 from perdure.ops.attention import CacheShape, make_attention
 from perdure.ops.kv_write import plan_kv_write
+from perdure.ops.native import library
 from perdure.runner.failed_rows import with_rows, without_rows
 from perdure.runner.inputs import pack
 from perdure.runner.kv_store import KVStore
@@ -57,6 +58,7 @@ class Runner:
         }
         self.attention_backend = self._forms[self._kinds[0]].name
         self._row_tile = row_tile
+        self._native = library()
         self._failed: dict[int, str] = {}
         self._kv = KVStore(config, num_pages, page_size)
         self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size))
@@ -105,6 +107,8 @@ class Runner:
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepOutput:
+        if self._native is not None:
+            self._native.follow_torch()  # this thread's own number
         # First of all and whatever happens after: later steps rely on these.
         self._rows.apply(plan)
         if plan.poisoned_pages:
