@@ -5,7 +5,7 @@ import json
 import pytest
 
 from perdure import LLM, SamplingParams
-from perdure.api.errors import InvalidValue, ModelLoadError, ModelNotFound, PerdureError
+from perdure.api.errors import InvalidValue, ModelLoadError, ModelNotFound
 from perdure.engine.tokenizer import load_tokenizer
 from perdure.models.gguf_file import GGUFFile
 from perdure.models.tiny import BOS_ID, EOS_ID, make_tiny_llama
@@ -176,8 +176,8 @@ def test_a_gguf_without_a_tokenizer_takes_and_gives_ids(tmp_path):
     with LLM(str(file), num_pages=8) as llm:
         (output,) = llm.generate([[1, 5, 6]], SamplingParams(max_tokens=4, ignore_eos=True))
         assert len(output.outputs[0].token_ids) == 4 and output.outputs[0].text == ""
-        with pytest.raises(PerdureError, match="tokenizer"):
-            llm.generate(["text"])
+        (refused,) = llm.generate(["text"])
+        assert "tokenizer" in str(refused.error)
 
 
 def test_damaged_directory(tmp_path):
