@@ -1,4 +1,4 @@
-"""Weights written anew in place: bit for bit what a fresh load gives, in every family and form; away and back; refusals."""
+"""Weights written anew in place: bit for bit a fresh load, in every family and form; away and back; refusals."""
 
 from __future__ import annotations
 
