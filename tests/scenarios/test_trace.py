@@ -266,3 +266,28 @@ def test_what_is_told_costs_a_journal_nothing_when_nothing_changes() -> None:
     stage.run()
     told = [entry for entry in read(io.BytesIO(file.getvalue()))[1] if isinstance(entry, Told)]
     assert 3 <= len(told) <= 5
+
+
+def test_a_suspended_engine_is_a_span_of_its_own_and_what_it_dropped_is_recomputed() -> None:
+    """Nobody is evicted, yet all that had pages wait for new ones, and none is held meanwhile."""
+    stage = Stage(depth=2)
+    file = record(stage)
+    calls = [stage.submit([number] * 20, counting(100), max_tokens=30) for number in range(3)]
+    stage.until(lambda: min(call.num_output for call in calls) > 4)
+    ticket = stage.ticket()
+    stage.inbox.put(cmd.Suspend(ticket, kv="recompute"))
+    stage.until(lambda: ticket in stage.answers)
+    stage.turn(3)
+    stage.resume()
+    stage.run()
+    trace = trace_of(file)
+    span = trace.timeline.engine_spans[-1]
+    assert span.state == "suspended"
+    assert [level.num_free_pages for time, level in trace.timeline.levels if time == span.start] == [320]
+    for track in trace.timeline.tracks:
+        states = [span.state for span in track.spans]
+        assert states == ["waiting", "prefill", "decode", "evicted", "recompute", "decode"]
+        assert track.num_evictions == 0 and state_at(track, span.start) == "evicted"
+    check_levels(trace.timeline)
+    root = ElementTree.fromstring(trace.svg())
+    assert "engine suspended" in texts(root) and drawn(root, "engine suspended") == 2

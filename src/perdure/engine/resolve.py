@@ -74,6 +74,7 @@ class Resolved:
             "linear_backend": self.loaded.kernels.name,
             "attention_backend": self.runner.attention_backend,
             "kernels": self.loaded.kernels.version,
+            **{f"products {shape}": words for shape, words in self.loaded.products.items()},
             "logprobs_mode": core.logprobs_mode,
             "seed": core.seed,
         }

@@ -26,6 +26,7 @@ from perdure.models.config import DTYPES, config_from_directory, config_from_ggu
 from perdure.models.registry import find_family
 from perdure.models.store import Store, directory_store, gguf_store, open_gguf
 from perdure.models.weight_set import WeightSet, packed_type, unread
+from perdure.ops.choice import Choice, choose
 from perdure.ops.kernels import Kernels, Weight, choose_kernels
 from perdure.ops.native import Library, library, why_not
 from perdure.ops.native.weights import JoinedWeight, PackedWeight, packed_floats
@@ -39,7 +40,8 @@ DUMMY_SCALE = 0.02
 class LoadedModel:
     """A built model, the type it computes in, and what else its files say.
 
-    weights: all it holds, to be written anew in place. kernels: what it computes with.
+    weights: all it holds, to be written anew in place. kernels: what it computes with. products: what serves each
+    shape of weight, as measured.
     quantization: "gguf" or None (weights are expanded).
     num_parameters, num_bytes: of the weights as loaded; a tied head counts once.
     tokenizer_source: where its tokenizer is. sampling_defaults: settings its generation_config.json suggests, by the
@@ -51,6 +53,7 @@ class LoadedModel:
     config: ModelConfig
     dtype: torch.dtype
     kernels: Kernels
+    products: Mapping[str, str]
     quantization: str | None
     num_parameters: int
     num_bytes: int
@@ -90,6 +93,9 @@ def load_model(
     except ValueError as error:
         raise InvalidValue(str(error)) from None
     native = library() if kernels.name == "native" else None
+    measured = Choice({})
+    if native is not None and linear == "auto" and quantization is None and load_format != "dummy":
+        measured = choose(native, [shape for parts in parameters.values() if len(shape := joined_shape(parts)) == 2])
     if quantization is not None:
         _check_quantization(quantization, path, gguf is not None and load_format != "dummy", native)
     weights: dict[str, Weight]
@@ -103,7 +109,8 @@ def load_model(
         num_parameters = sum(math.prod(joined_shape(parts)) for parts in parameters.values())
         weights = {}
         for name, parts in parameters.items():
-            if native is None or len(joined_shape(parts)) == 1:
+            shape = joined_shape(parts)
+            if native is None or len(shape) == 1 or measured.is_packed(shape):
                 weights[name] = _read(store, parts, chosen, device)
             else:
                 weights[name] = _read_packed(store, parts, native, keep=quantization is not None)
@@ -117,6 +124,7 @@ def load_model(
         config=config,
         dtype=chosen,
         kernels=kernels,
+        products=measured.describe(),
         quantization=quantization,
         num_parameters=num_parameters,
         num_bytes=num_bytes,

@@ -1,7 +1,8 @@
 """The functions a model's layers are built from, chosen together when the model is built; models never branch on it.
 
 - `torch_kernels` joins torch's with one of the forms of products in `linear`; `native_kernels` is all in C
-  (`ops.native`), the default on a CPU that has a compiler.
+  (`ops.native`), the default on a CPU that has a compiler. Of the default, products whose weight comes as a tensor are
+  oneDNN's: that is how a shape it serves better (`choice`) gets it.
 
 Shapes: as in `linear`, `norm`, `activation` and `rope`.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from perdure.ops import activation, norm, rope
-from perdure.ops.linear import LINEAR_FORMS, Product, can_pack, row_tile
+from perdure.ops.linear import LINEAR_FORMS, Product, can_pack, packed, row_tile
 from perdure.ops.native import Library, library, why_not
 from perdure.ops.native.rows import RowKernels
 from perdure.ops.native.weights import JoinedWeight, packed_floats
@@ -74,22 +75,29 @@ def torch_kernels(form: str) -> Kernels:
     )
 
 
-def native_kernels(library: Library) -> Kernels:
-    """The kernels in C."""
+def native_kernels(library: Library, *, packs_all: bool = True) -> Kernels:
+    """The kernels in C. packs_all: those weights, too, that come as tensors; else oneDNN's product takes them."""
     rows = RowKernels(library)
 
     def joined(w: Weight) -> JoinedWeight:
         return packed_floats(library, w) if isinstance(w, Tensor) else w
 
     def linear(w: Weight, b: Tensor | None) -> Product:
+        if isinstance(w, Tensor) and not packs_all:
+            return packed(w, b)
         return partial(joined(w).multiply, bias=b)
+
+    def embedding(w: Weight) -> Callable[[Tensor], Tensor]:
+        if isinstance(w, Tensor) and not packs_all:
+            return lambda ids: functional.embedding(ids, w)
+        return joined(w).rows
 
     return Kernels(
         name="native",
         version=library.version,
         row_tile=1,
         linear=linear,
-        embedding=lambda w: joined(w).rows,
+        embedding=embedding,
         rms_norm=rows.rms_norm,
         rms_norm_once=rows.rms_norm,
         silu_mul=rows.silu_mul,
@@ -107,7 +115,7 @@ def choose_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kerne
     fits = device.type == "cpu" and dtype == torch.float32
     found = library() if fits and name in ("auto", "native") else None
     if found is not None:
-        return native_kernels(found)
+        return native_kernels(found, packs_all=name == "native")
     if name == "native":
         reason = why_not() if fits else f"they compute in float32 on a CPU, not in {dtype} on {device}"
         raise ValueError(f"linear='native' needs compiled kernels: {reason}")

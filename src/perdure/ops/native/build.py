@@ -59,10 +59,11 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded kernels. version: what their bits depend on, in words and as a short hash."""
+    """The loaded kernels. version: what their bits depend on, in words and as a short hash. folder: where they lie."""
 
     c: ctypes.CDLL
     version: str
+    folder: Path
 
     def follow_torch(self) -> None:
         """Use as many threads as torch does. No result depends on it."""
@@ -131,7 +132,7 @@ def _load(compiler: list[str], compiler_version: str) -> Library:
             function.argtypes, function.restype = arguments, result
     except (OSError, AttributeError) as error:
         raise BuildError(f"{path}: {error}") from None
-    library = Library(c, f"{compiler_version}, {key}")
+    library = Library(c, f"{compiler_version}, {key}", folder)
     library.follow_torch()
     return library
 

@@ -1,7 +1,7 @@
 /* y = x @ w.T + b, with the same bits for a row of x whatever other rows come with it.
 
-   Every element of y is summed in one order: chunks of k of a fixed length, each a chain of fused multiply-adds from its
-   first k to its last, the chunks added one after another, then the bias. How rows and panels are tiled, who computes
+   Every element of y is summed in one order: runs of k of a fixed length, each a chain of fused multiply-adds from its
+   first k to its last, the runs added one after another, then the bias. How rows and panels are tiled, who computes
    what and how the weight is stored moves no bit. */
 #include <stddef.h>
 
@@ -10,6 +10,7 @@
 #include "weights.h"
 
 #define ROWS 6         /* of x a tile holds: 12 sums, 2 weights and 1 factor fill 16 registers */
+#define RUN 64         /* of k: short chains round less */
 #define BLOCK_ROWS 192 /* of x an item takes: one chunk of them stays in the second cache */
 
 typedef struct {
@@ -29,30 +30,33 @@ typedef struct {
     static void name##_##R##_##P(const float *x, long ldx, const void *weights, long step, long count, float *y, \
                                  long ldy, int first, const float *bias, const char *ahead, long stride) {       \
         const type *w = weights;                                                                                 \
-        vec acc[R][2 * P];                                                                                       \
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2 * P; c++) acc[r][c] = all(0);            \
-        for (long i = 0; i < count; i++) {                                                                       \
-            __builtin_prefetch(ahead + i * stride, 0, 2);                                                        \
-            if (P == 1) {                                                                                        \
-                vec low = get(w + i * PANEL), high = get(w + i * PANEL + LANES);                                 \
-                UNROLL for (int r = 0; r < R; r++) {                                                             \
-                    vec factor = all(x[r * ldx + i]);                                                            \
-                    acc[r][0] = fused(factor, low, acc[r][0]);                                                   \
-                    acc[r][1] = fused(factor, high, acc[r][1]);                                                  \
-                }                                                                                                \
-            } else {                                                                                             \
-                vec factor[R];                                                                                   \
-                UNROLL for (int r = 0; r < R; r++) factor[r] = all(x[r * ldx + i]);                              \
-                UNROLL for (int c = 0; c < 2 * P; c++) {                                                         \
-                    vec value = get(w + c / 2 * step + i * PANEL + c % 2 * LANES);                               \
-                    UNROLL for (int r = 0; r < R; r++) acc[r][c] = fused(factor[r], value, acc[r][c]);           \
+vec acc[R][2 * P];                                                                                               \
+        for (long from = 0; from < count; from += RUN) {                                                         \
+            long to = from + RUN < count ? from + RUN : count;                                                   \
+            UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2 * P; c++) acc[r][c] = all(0);        \
+            for (long i = from; i < to; i++) {                                                                   \
+                __builtin_prefetch(ahead + i * stride, 0, 2);                                                    \
+                if (P == 1) {                                                                                    \
+                    vec low = get(w + i * PANEL), high = get(w + i * PANEL + LANES);                             \
+                    UNROLL for (int r = 0; r < R; r++) {                                                         \
+                        vec factor = all(x[r * ldx + i]);                                                        \
+                        acc[r][0] = fused(factor, low, acc[r][0]);                                               \
+                        acc[r][1] = fused(factor, high, acc[r][1]);                                              \
+                    }                                                                                            \
+                } else {                                                                                         \
+                    vec factor[R];                                                                               \
+                    UNROLL for (int r = 0; r < R; r++) factor[r] = all(x[r * ldx + i]);                          \
+                    UNROLL for (int c = 0; c < 2 * P; c++) {                                                     \
+                        vec value = get(w + c / 2 * step + i * PANEL + c % 2 * LANES);                           \
+                        UNROLL for (int r = 0; r < R; r++) acc[r][c] = fused(factor[r], value, acc[r][c]);       \
+                    }                                                                                            \
                 }                                                                                                \
             }                                                                                                    \
-        }                                                                                                        \
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2 * P; c++) {                              \
-            float *at = y + r * ldy + c * LANES;                                                                 \
-            vec total = first ? acc[r][c] : load(at) + acc[r][c];                                                \
-            store(at, bias ? total + load(bias + c * LANES) : total);                                            \
+            UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2 * P; c++) {                          \
+                float *at = y + r * ldy + c * LANES;                                                             \
+                vec total = first && !from ? acc[r][c] : load(at) + acc[r][c];                                   \
+                store(at, bias && to == count ? total + load(bias + c * LANES) : total);                         \
+            }                                                                                                    \
         }                                                                                                        \
     }
 

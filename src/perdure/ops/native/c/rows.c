@@ -20,6 +20,19 @@ typedef struct {
     long rows;
 } norm_job;
 
+/* In four chains, added up in double: an error here is an error of the whole row. */
+static double squares(const float *x, long k) {
+    vec chain[4] = {all(0), all(0), all(0), all(0)};
+    long j = 0;
+    for (int next = 0; j + LANES <= k; j += LANES, next = (next + 1) % 4)
+        chain[next] = fused(load(x + j), load(x + j), chain[next]);
+    if (j < k) chain[0] = fused(load_some(x + j, k - j), load_some(x + j, k - j), chain[0]);
+    double total = 0;
+    for (int i = 0; i < 4; i++)
+        for (int lane = 0; lane < LANES; lane++) total += (double)chain[i][lane];
+    return total;
+}
+
 static void norm_item(const void *data, long item) {
     const norm_job *p = data;
     long whole = p->k / LANES * LANES, left = p->k - whole;
@@ -28,10 +41,7 @@ static void norm_item(const void *data, long item) {
             const float *x = p->x + i * p->ldx + head * p->k;
             const float *weight = p->weight + (p->one_weight ? 0 : head * p->k);
             float *y = p->y + (i * p->heads + head) * p->k;
-            vec squares = all(0);
-            for (long j = 0; j < whole; j += LANES) squares = fused(load(x + j), load(x + j), squares);
-            if (left) squares = fused(load_some(x + whole, left), load_some(x + whole, left), squares);
-            float factor = 1.0f / sqrtf(sum(squares) / (float)p->k + p->eps);
+            float factor = (float)(1.0 / sqrt(squares(x, p->k) / (double)p->k + (double)p->eps));
             for (long j = 0; j < whole; j += LANES) store(y + j, load(x + j) * all(factor) * load(weight + j));
             if (left)
                 store_some(y + whole, load_some(x + whole, left) * all(factor) * load_some(weight + whole, left), left);

@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__F16C__) || defined(__FMA__)
+#if defined(__F16C__) || defined(__FMA__) || defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -19,7 +19,6 @@ typedef uint32_t uvec __attribute__((vector_size(32)));
 typedef uint16_t hvec __attribute__((vector_size(16)));
 typedef uint16_t hvec_at __attribute__((vector_size(16), aligned(2), may_alias));
 typedef int8_t bvec_at __attribute__((vector_size(8), aligned(1), may_alias));
-typedef uint8_t cvec __attribute__((vector_size(8)));
 typedef uint8_t cvec_at __attribute__((vector_size(8), aligned(1), may_alias));
 
 #define UNROLL _Pragma("GCC unroll 16")
@@ -40,9 +39,27 @@ INLINE vec load_f16(const uint16_t *at) {
 #endif
 }
 
+/* Eight bytes as integers. */
+INLINE ivec load_i8(const uint8_t *at) {
+#if defined(__AVX2__)
+    return (ivec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at));
+#else
+    return __builtin_convertvector(*(const bvec_at *)at, ivec);
+#endif
+}
+
+INLINE ivec load_u8(const uint8_t *at) {
+#if defined(__AVX2__)
+    return (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at));
+#else
+    return __builtin_convertvector(*(const cvec_at *)at, ivec);
+#endif
+}
+
+INLINE vec as_floats(ivec v) { return __builtin_convertvector(v, vec); }
+
 INLINE void store(float *at, vec v) { *(vec_at *)at = v; }
 INLINE vec all(float x) { return (vec){x, x, x, x, x, x, x, x}; }
-INLINE vec as_vec(ivec bits) { return (vec)bits; }
 
 /* a * b + c. The compiler is told not to fuse by itself (-ffp-contract=off): whether it would depends on what surrounds
    the sum, and a sum's bits must not. Where the machine has no fused form, both operations round, everywhere. */

@@ -231,8 +231,8 @@ void pack_floats(int stored, const float *source, long first, long rows, long k,
 
 /* ---- Expansion. */
 
-INLINE vec from_codes(const uint8_t *at) { return __builtin_convertvector(*(const bvec_at *)at, vec); }
-INLINE vec from_bytes(const uint8_t *at) { return __builtin_convertvector(*(const cvec_at *)at, vec); }
+INLINE vec from_codes(const uint8_t *at) { return as_floats(load_i8(at)); }
+INLINE vec from_bytes(const uint8_t *at) { return as_floats(load_u8(at)); }
 
 /* k0 is at the start of a block. */
 INLINE void expand_blocks(const layout *l, const uint8_t *at, long count, float *out) {
@@ -264,9 +264,9 @@ INLINE void expand_blocks(const layout *l, const uint8_t *at, long count, float 
                     code[1] = from_codes(at + 8);
                     at += PANEL;
                 } else {
-                    uvec both = __builtin_convertvector(*(const cvec_at *)at, uvec);
-                    code[0] = __builtin_convertvector((ivec)(both & 15), vec);
-                    code[1] = __builtin_convertvector((ivec)(both >> 4), vec);
+                    ivec both = load_u8(at);
+                    code[0] = as_floats(both & 15);
+                    code[1] = as_floats(both >> 4);
                     at += PANEL / 2;
                 }
                 store(out, fused(code[0], scale[0], offset[0]));
