@@ -23,7 +23,7 @@ from perdure.engine.chat_template import Messages, Tools
 from perdure.engine.conversation import laid_out
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals
-from perdure.engine.prompts import Prompt, checked_id, token_ids_of
+from perdure.engine.prompts import Prompt, checked_id, settled, token_ids_of
 from perdure.engine.text import StreamBuilder, build_output
 from perdure.engine.tokenizer import Tokenizer
 from perdure.models.weight_set import Source
@@ -121,6 +121,7 @@ class AsyncLLM:
         name = self._name(request_id)
         try:
             token_ids, text = token_ids_of(prompt, self._engine.tokenizer)
+            params = settled(params, self._engine.tokenizer)
         except InvalidValue as error:
             return self._refused(name, params, error)
         request = Request(name, self._engine.ticket(), token_ids, params, text, stream=params.output_kind != "final")

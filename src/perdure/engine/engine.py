@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, get_args
 
+from msgspec.structs import replace
+
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.config import EngineConfig
@@ -111,7 +113,15 @@ class Engine:
 
     def submit(self, requests: list[tuple[Request, Receiver]]) -> None:
         """Submit all of these with nothing in between. Raises `EngineDead`."""
-        self._send({r.ticket: receiver for r, receiver in requests}, [cmd.Submit(r) for r, _ in requests])
+        self._send({r.ticket: receiver for r, receiver in requests}, [cmd.Submit(self._named(r)) for r, _ in requests])
+
+    def _named(self, request: Request) -> Request:
+        """Functions cross by name; each is held until its request ends."""
+        given = request.params.logits_processors
+        if all(isinstance(one, str) for one in given):
+            return request
+        names = self.resolved.runner.functions.hold(request.ticket, given)
+        return replace(request, params=replace(request.params, logits_processors=names))
 
     def send(self, command: cmd.Command) -> None:
         """A command that has no answer."""
@@ -214,6 +224,8 @@ class Engine:
         for event in events:
             last = not isinstance(event, (ev.Progress, ev.Moment))
             receiver = self._receivers.pop(event.ticket) if last else self._receivers[event.ticket]
+            if last:
+                self.resolved.runner.functions.release(event.ticket)
             with _logging_faults():
                 receiver.deliver(event, time)
 

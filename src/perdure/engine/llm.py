@@ -24,7 +24,7 @@ from perdure.engine.conversation import laid_out
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals, refused_output
 from perdure.engine.progress import follow
-from perdure.engine.prompts import Prompt, as_batch, checked_id, params_for, token_ids_of
+from perdure.engine.prompts import Prompt, as_batch, checked_id, params_for, settled, token_ids_of
 from perdure.engine.text import build_output
 from perdure.engine.tokenizer import Tokenizer
 from perdure.models.weight_set import Source
@@ -190,6 +190,7 @@ class LLM:
         for at, (prompt, one, request_id) in enumerate(zip(prompts, params, ids, strict=True)):
             try:
                 token_ids, text = token_ids_of(prompt, self.tokenizer)
+                one = settled(one, self.tokenizer)
             except InvalidValue as error:
                 results[at] = refused_output(request_id, one, error)
                 continue
