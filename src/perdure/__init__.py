@@ -14,6 +14,7 @@ __all__ = [
     "SamplingParams",
     "RequestOutput",
     "EngineConfig",
+    "Checkpoint",
     "PerdureError",
     "InvalidValue",
     "MaxSequenceLengthOverflow",
@@ -33,6 +34,7 @@ _HOMES = {
     "SamplingParams": "perdure.api.sampling",
     "RequestOutput": "perdure.api.output",
     "EngineConfig": "perdure.api.config",
+    "Checkpoint": "perdure.api.checkpoint",
     "PerdureError": "perdure.api.errors",
     "InvalidValue": "perdure.api.errors",
     "MaxSequenceLengthOverflow": "perdure.api.errors",
@@ -45,6 +47,7 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
+    from perdure.api.checkpoint import Checkpoint
     from perdure.api.config import EngineConfig
     from perdure.api.errors import (
         EngineDead,

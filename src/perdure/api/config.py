@@ -11,14 +11,18 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.api.errors import InvalidValue
+from perdure.api.fingerprint import Fingerprint
 from perdure.api.sampling import LogprobsMode
+
+OnMismatch = Literal["continue", "refuse"]
 
 
 class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What decisions depend on. Lengths are in tokens.
 
     vocab_size: the width of the logits. end_token_ids: the model's whole set. paused_pages: how many pages paused
-    requests may keep together. replica: this engine's index, for derived seeds.
+    requests may keep together. replica: this engine's index, for derived seeds. batch_invariant: whether the forms in
+    use give a row the same bits in any schedule. fingerprint, on_mismatch: for checkpoints that come from elsewhere.
     """
 
     num_pages: int
@@ -34,6 +38,9 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     logprobs_mode: LogprobsMode = "raw"
     seed: int = 0
     replica: int = 0
+    batch_invariant: bool = True
+    fingerprint: Fingerprint = Fingerprint()
+    on_mismatch: OnMismatch = "continue"
 
     @property
     def max_num_tokens(self) -> int:
@@ -48,9 +55,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     bf16 unit runs, whatever the checkpoint says. num_pages or kv_cache_bytes: size of the KV pool; neither = room for
     max_num_seqs requests of full length, within a quarter of the memory that is free.
     max_num_batched_tokens: most positions computed in one step. steps_in_flight: 1 = plan only after the step before
-    is known, 2 = overlapped, up to 4. batch_invariant: bitwise results
-    whatever the schedule. attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the
-    library's own. progress: say on stderr what is being done.
+    is known, 2 = overlapped, up to 4. batch_invariant: bitwise results whatever the schedule. on_mismatch: whether a
+    checkpoint whose bits come from another kind of engine goes on, with `exact=False` in its result, or is refused.
+    attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own. progress: say
+    on stderr what is being done.
     """
 
     model: str | None = None
@@ -69,6 +77,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     steps_in_flight: int = 2
     batch_invariant: bool = True
+    on_mismatch: OnMismatch = "continue"
     logprobs_mode: LogprobsMode = "raw"
     attention_backend: str = "auto"
     linear_backend: str = "auto"
@@ -136,6 +145,7 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtype", ("auto", "float32", "bfloat16", "float16")),
     ("device", ("auto", "cpu")),
     ("load_format", ("auto", "dummy")),
+    ("on_mismatch", ("continue", "refuse")),
     ("logprobs_mode", ("raw", "processed")),
     ("attention_backend", ("auto", "tiled", "plain", "reference")),
     ("linear_backend", ("auto", "packed", "invariant", "plain", "reference")),

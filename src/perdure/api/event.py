@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from perdure.api import errors
+from perdure.api.checkpoint import Checkpoint
 from perdure.api.request import RequestId
 from perdure.api.scores import TokenScores
 
@@ -59,9 +60,11 @@ class Record(msgspec.Struct, frozen=True):
     stop: StopMatch | None
     scores: TokenScores | None
     prompt_scores: TokenScores | None
+    exact: bool
     num_cached_tokens: int
     num_pauses: int
     num_evictions: int
+    num_checkpoints: int
     failure: Failure | None
 
 
@@ -98,6 +101,14 @@ class Ended(msgspec.Struct, frozen=True):
     record: Record
 
 
+class Taken(msgspec.Struct, frozen=True):
+    """A checkpoint. request_ticket: of the request it was taken of, which may have ended with it: `Ended` follows."""
+
+    ticket: int
+    request_ticket: int
+    checkpoint: Checkpoint
+
+
 class Done(msgspec.Struct, frozen=True):
     """The answer to a control command."""
 
@@ -106,4 +117,4 @@ class Done(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-Event = Refused | Progress | FirstToken | Ended | Done
+Event = Refused | Progress | FirstToken | Ended | Taken | Done

@@ -40,13 +40,15 @@ class RequestMetrics(msgspec.Struct, frozen=True):
     finished_time: float | None
     num_pauses: int = 0
     num_evictions: int = 0
+    num_checkpoints: int = 0
 
 
 class RequestOutput(msgspec.Struct, frozen=True):
     """One request's result, or one streamed part of it (`finished` False).
 
     prompt and prompt_token_ids are None unless asked by `return_prompt`. error: what ended it, with reason "error".
-    exact: nothing on the way weakened the promise that this equals the undisturbed run.
+    exact: nothing on the way weakened the promise that this equals the undisturbed run; False after a checkpoint
+    crossed to an engine of another fingerprint and, without batch invariance, after a hit, an eviction or a move.
     """
 
     request_id: RequestId

@@ -44,7 +44,7 @@ class PlanDraft:
         plan.table_page.extend(pages)
         state.pages.extend(pages)
 
-    def init_row(self, state: RequestState, vocab_size: int, logprobs_mode: str) -> None:
+    def init_row(self, state: RequestState, vocab_size: int) -> None:
         """Give the device row this request's settings."""
         params = state.request.params
         self._plan.row_inits.append(
@@ -61,7 +61,7 @@ class PlanDraft:
                 masked_ids=state.stops.masked_ids,
                 num_logprobs=_num_logprobs(params.logprobs, vocab_size),
                 num_prompt_logprobs=_num_logprobs(params.prompt_logprobs, vocab_size),
-                processed_logprobs=(params.logprobs_mode or logprobs_mode) == "processed",
+                processed_logprobs=state.logprobs_mode == "processed",
             )
         )
 

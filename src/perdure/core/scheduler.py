@@ -14,13 +14,14 @@ from bisect import insort
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
+from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import CoreConfig
 from perdure.api.errors import InvalidValue, PerdureError, QueueFull, StateError, StepFailed
 from perdure.api.event import Event, Failure, FinishReason, StopMatch
 from perdure.api.output import Stats
 from perdure.api.plan import StepOutput, StepPlan
 from perdure.api.request import Request, RequestId
-from perdure.core import budget, preempt
+from perdure.core import budget, checkpoint, preempt
 from perdure.core.admission import admit
 from perdure.core.control import Control
 from perdure.core.draft import PlanDraft
@@ -70,10 +71,12 @@ class Scheduler:
     def apply(self, command: cmd.Command) -> list[Event]:
         """Carry out one command; returns what is to be told."""
         match command:
-            case cmd.Submit(request):
-                self._submit(request)
+            case cmd.Submit(request, given):
+                self._submit(request, given)
             case cmd.Abort(request_ids, tickets, everything):
                 self._abort(request_ids, tickets, everything)
+            case cmd.TakeCheckpoint():
+                self._take_checkpoint(command)
             case cmd.Pause(ticket, mode):
                 self._control.pause(ticket, barrier=self._counters.num_requests if mode == "wait" else None)
                 if mode == "abort":
@@ -93,10 +96,14 @@ class Scheduler:
                 self._control.stop(ticket)
         return self._told()
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request, given: Checkpoint | None) -> None:
+        arrival = self._counters.num_requests
         try:
             self._check_may_submit(request)
-            state = admit(request, self._counters.num_requests, self.config, self._make_cursor)
+            if given is None:
+                state = admit(request, arrival, self.config, self._make_cursor)
+            else:
+                state = checkpoint.readmit(request, given, arrival, self.config, self._make_cursor)
         except PerdureError as error:
             self._events.append(ev.Refused(request.ticket, request.request_id, Failure.of(error)))
             return
@@ -106,6 +113,8 @@ class Scheduler:
         insort(self._waiting, state, key=_order)
         if state.stops.max_output == 0 and not state.num_prompt_scores_missing:
             self._end(state, Status.FINISHED, "length")
+        elif request.stream and state.num_output:
+            self._report(state, state.prompt_length)
 
     def _check_may_submit(self, request: Request) -> None:
         if self._control.state is EngineState.STOPPED:
@@ -126,6 +135,21 @@ class Scheduler:
         for state in chosen:
             if not state.is_final:
                 self._end(state, Status.ABORTED, "abort")
+
+    def _take_checkpoint(self, asked: cmd.TakeCheckpoint) -> None:
+        if asked.request_id is not None:
+            state = self._live.get(asked.request_id)
+        else:
+            state = next((s for s in self._live.values() if s.request.ticket == asked.request_ticket), None)
+        if state is None:
+            name = "the request" if asked.request_id is None else f"request_id={asked.request_id!r}"
+            failure = Failure.of(InvalidValue(f"{name} is not live: it has ended, or never began"))
+            self._events.append(ev.Done(asked.ticket, failure=failure))
+            return
+        taken = checkpoint.take(state, self.config.fingerprint)
+        self._events.append(ev.Taken(asked.ticket, state.request.ticket, taken))
+        if asked.end:
+            self._end(state, Status.ABORTED, "abort")
 
     # Planning
 
@@ -232,13 +256,15 @@ class Scheduler:
         state.nodes = nodes if self.config.enable_prefix_caching else None
         state.num_planned = state.num_computed = len(pages) * self.config.page_size
         state.prefill_end = end
-        draft.init_row(state, self.config.vocab_size, self.config.logprobs_mode)
+        draft.init_row(state, self.config.vocab_size)
         draft.share(state, pages)
         draft.grow(state, needed)
-        if not state.num_evictions:
+        if not (state.num_evictions or state.num_output):
             state.num_cached = state.num_computed
             self._counters.num_cached_tokens += state.num_computed
             self._counters.num_prompt_tokens += state.prompt_length
+        if not self.config.batch_invariant and (pages or state.has_begun):
+            state.exact = False  # other forms go on with other bits than an undisturbed run
         self._prefill(state, draft)
         return True
 
@@ -296,7 +322,11 @@ class Scheduler:
             return
         if first == state.prompt_length:
             self._events.append(ev.FirstToken(state.request.ticket))
-        stop = state.stops.first_stop(state.tokens, first)
+        try:
+            stop = state.stops.first_stop(state.tokens, first)
+        except StepFailed as error:
+            self._end(state, Status.FAILED, "error", failure=Failure.of(error))
+            return
         if stop is not None:
             self._cut(state, state.prompt_length + stop.num_tokens)
         elif state.num_output >= state.stops.max_output:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from perdure.api.event import Failure, FinishReason, Record, StopMatch
 from perdure.api.request import Request
+from perdure.api.sampling import LogprobsMode
 from perdure.api.scores import TokenScores
 from perdure.core.lifecycle import FINAL, REQUEST_MOVES, Status, moved
 from perdure.core.stopping import StopRule
@@ -22,9 +23,12 @@ class RequestState:
 
     __slots__ = (
         "arrival",
+        "exact",
         "in_flight",
+        "logprobs_mode",
         "nodes",
         "num_cached",
+        "num_checkpoints",
         "num_computed",
         "num_evictions",
         "num_pauses",
@@ -43,12 +47,13 @@ class RequestState:
         "tried_at",
     )
 
-    def __init__(self, request: Request, arrival: int, seed: int, stops: StopRule) -> None:
+    def __init__(self, request: Request, arrival: int, seed: int, logprobs_mode: LogprobsMode, stops: StopRule) -> None:
         params = request.params
         self.request = request
         self.arrival = arrival
         self.order = (params.priority, arrival)
         self.seed = seed
+        self.logprobs_mode = logprobs_mode
         self.stops = stops
         self.status = Status.WAITING
         self.tokens = list(request.prompt_token_ids)
@@ -58,6 +63,10 @@ class RequestState:
         self.num_cached = 0
         self.num_pauses = 0
         self.num_evictions = 0
+        self.num_checkpoints = 0
+        """How many checkpoints it has gone on from."""
+        self.exact = True
+        """Nothing weakened the promise that its bits are those of the undisturbed run."""
         self.tried_at = -1
         """Version of the page pool at which it last did not fit."""
         self.leave_device()
@@ -98,6 +107,11 @@ class RequestState:
         return self.stops.prompt_length + self.stops.max_output - 1
 
     @property
+    def has_begun(self) -> bool:
+        """Whether anything of it is recorded: a token or a score."""
+        return self.num_output > 0 or (self.prompt_scores is not None and self.prompt_scores.num_scored > 0)
+
+    @property
     def num_prompt_scores_missing(self) -> int:
         """Prompt tokens whose score was asked and is not recorded yet."""
         if self.prompt_scores is None:
@@ -116,8 +130,10 @@ class RequestState:
             stop=stop,
             scores=None if self.scores is None else self.scores.copy(),
             prompt_scores=None if self.prompt_scores is None else self.prompt_scores.copy(),
+            exact=self.exact,
             num_cached_tokens=self.num_cached,
             num_pauses=self.num_pauses,
             num_evictions=self.num_evictions,
+            num_checkpoints=self.num_checkpoints,
             failure=failure,
         )

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
@@ -25,9 +28,10 @@ from perdure.api.request import Request, RequestId
 from perdure.core.journal import Journal
 from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import TextCursor
+from perdure.engine.handle import Arrivals
 from perdure.engine.loop import Inbox, Loop
 from perdure.engine.progress import Reporter
-from perdure.engine.prompts import ids_to_abort
+from perdure.engine.prompts import checked_id, ids_to_abort
 from perdure.engine.resolve import Resolved, resolve
 from perdure.engine.text import Detokenizer
 from perdure.runner.worker import ThreadedRunner
@@ -44,6 +48,10 @@ class Receiver(Protocol):
         """No event will come any more."""
 
 
+Question = cmd.TakeCheckpoint | cmd.Pause | cmd.Resume | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop
+"""Commands that have an answer."""
+
+
 class Reply:
     """Receiver of one control command's answer."""
 
@@ -53,11 +61,15 @@ class Reply:
         self.future.set_running_or_notify_cancel()
 
     def deliver(self, event: Event) -> None:
-        assert isinstance(event, ev.Done)
-        if event.failure is not None:
-            self.future.set_exception(event.failure.to_exception())
-        else:
-            self.future.set_result(event.value)
+        match event:
+            case ev.Taken(_, _, checkpoint):
+                self.future.set_result(checkpoint)
+            case ev.Done(_, _, failure) if failure is not None:
+                self.future.set_exception(failure.to_exception())
+            case ev.Done(_, value):
+                self.future.set_result(value)
+            case _:
+                raise AssertionError(event)
 
     def fail(self, error: PerdureError) -> None:
         self.future.set_exception(error)
@@ -79,6 +91,8 @@ class Engine:
             )
         journal = _open_journal(config, self.resolved)
         self._tickets = itertools.count(1)
+        self._names = itertools.count()
+        self._tag = secrets.token_hex(4)
         self._receivers: dict[int, Receiver] = {}
         self._lock = threading.Lock()
         self._dead: EngineDead | None = None
@@ -108,9 +122,13 @@ class Engine:
     def ticket(self) -> int:
         return next(self._tickets)
 
-    def submit(self, requests: list[tuple[Request, Receiver]]) -> None:
+    def name(self) -> str:
+        """An id for a request without one; other engines give others, for a checkpoint may bring one of theirs."""
+        return f"request-{self._tag}-{next(self._names)}"
+
+    def submit(self, submissions: list[tuple[cmd.Submit, Receiver]]) -> None:
         """Submit all of these with nothing in between. Raises `EngineDead`."""
-        self._send({r.ticket: receiver for r, receiver in requests}, [cmd.Submit(r) for r, _ in requests])
+        self._send({one.request.ticket: receiver for one, receiver in submissions}, [one for one, _ in submissions])
 
     def send(self, command: cmd.Command) -> None:
         """A command that has no answer."""
@@ -125,12 +143,20 @@ class Engine:
         everything = request_ids is None
         self.send(cmd.Abort([] if request_ids is None else ids_to_abort(request_ids), everything=everything))
 
+    def checkpoint(self, request_id: RequestId | None, end: bool, request_ticket: int | None = None) -> Future[object]:
+        """A checkpoint of a live request, by its id or else by its ticket."""
+        if request_id is not None:
+            checked_id(request_id)
+        if not isinstance(end, bool):
+            raise InvalidValue(f"end={end!r} is not a bool")
+        return self._ask(cmd.TakeCheckpoint(self.ticket(), request_id, request_ticket, end))
+
     def pause(self, mode: cmd.PauseMode) -> Future[object]:
         if mode not in ("keep", "wait", "abort"):
             raise InvalidValue(f"mode={mode!r} is none of keep, wait, abort")
         return self._ask(cmd.Pause(self.ticket(), mode))
 
-    def _ask(self, command: cmd.Pause | cmd.Resume | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop) -> Future[object]:
+    def _ask(self, command: Question) -> Future[object]:
         reply = Reply()
         self._send({command.ticket: reply}, [command])
         return reply.future
@@ -175,8 +201,16 @@ class Engine:
         self.resolved.runner.release()
         del self._loop
 
+    def _timed(self, taken: ev.Taken) -> ev.Taken:
+        """The core has no clock: times are known here."""
+        receiver = self._receivers[taken.request_ticket]
+        assert isinstance(receiver, Arrivals)
+        return replace(taken, checkpoint=replace(taken.checkpoint, timing=receiver.timing()))
+
     def _publish(self, events: list[Event]) -> None:
         for event in events:
+            if isinstance(event, ev.Taken):
+                event = self._timed(event)
             last = not isinstance(event, (ev.Progress, ev.FirstToken))
             receiver = self._receivers.pop(event.ticket) if last else self._receivers[event.ticket]
             with _logging_faults():

@@ -20,6 +20,7 @@ from torch import Tensor
 from perdure.api.errors import InvalidValue, ModelNotFound
 from perdure.models.base import Model, ModelConfig, Parts, joined_shape
 from perdure.models.config import DTYPES, config_from_directory, config_from_gguf, sampling_defaults
+from perdure.models.digest import model_digest
 from perdure.models.registry import find_family
 from perdure.models.store import Store, directory_store, gguf_store, open_gguf
 from perdure.ops.linear import LINEAR_FORMS, can_pack, row_tile
@@ -36,7 +37,7 @@ class LoadedModel:
     """A built model, the type it computes in, and what else its files say.
 
     linear: the form of its products; row_tile: what a step's rows are best padded to for it.
-    num_parameters, num_bytes: of the weights as loaded; a tied head counts once.
+    num_parameters, num_bytes: of the weights as loaded; a tied head counts once. digest: of all of it (`digest`).
     tokenizer_source: where its tokenizer is. sampling_defaults: settings its generation_config.json suggests, by the
     names of `SamplingParams`.
     """
@@ -48,6 +49,7 @@ class LoadedModel:
     row_tile: int
     num_parameters: int
     num_bytes: int
+    digest: str
     tokenizer_source: Path
     sampling_defaults: Mapping[str, Any]
 
@@ -88,6 +90,7 @@ def load_model(
         weights = {name: _read(store, parts, chosen, device) for name, parts in parameters.items()}
     num_parameters = sum(weight.numel() for weight in weights.values())
     num_bytes = sum(weight.nbytes for weight in weights.values())
+    digest = model_digest(config, weights)  # now: building takes the weights apart
     if linear == "auto":
         linear = "packed" if can_pack(device, chosen) else "invariant"
     return LoadedModel(
@@ -98,6 +101,7 @@ def load_model(
         row_tile=row_tile(linear),
         num_parameters=num_parameters,
         num_bytes=num_bytes,
+        digest=digest,
         tokenizer_source=path,
         sampling_defaults=sampling_defaults(path) if gguf is None else {},
     )

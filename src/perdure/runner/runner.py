@@ -28,7 +28,8 @@ from perdure.runner.sampler import Sampler, ScoreEntries
 class Runner:
     """One model on this process's CPU.
 
-    attention_backend: "auto" or a name of `ops.attention.FORMS`; the attribute of that name says what was chosen.
+    attention_backend: "auto" or a name of `ops.attention.FORMS`; the attribute of that name says what was chosen, and
+    `attention` says it with everything that its bits depend on.
     row_tile: pad a step's rows to a multiple of it, where the model's products would do it otherwise.
     ValueError: an unknown backend, or one that cannot do what was asked or what the model needs.
     """
@@ -55,6 +56,7 @@ class Runner:
             for kind in dict.fromkeys(self._kinds)
         }
         self.attention_backend = self._forms[self._kinds[0]].name
+        self.attention = ", ".join(dict.fromkeys(form.kernel for form in self._forms.values()))
         self._row_tile = row_tile
         self._failed: dict[int, str] = {}
         self._kv = KVStore(config, num_pages, page_size)

@@ -23,6 +23,7 @@ class PlainAttention:
     """See the module's docstring."""
 
     name = "plain"
+    kernel = "plain attention"
     batch_invariant = False
 
     def __init__(self, shape: CacheShape, layer: LayerAttention) -> None:

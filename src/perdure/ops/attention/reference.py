@@ -19,6 +19,7 @@ class ReferenceAttention:
     """See the module's docstring."""
 
     name = "reference"
+    kernel = "reference attention"
     batch_invariant = True
 
     def __init__(self, shape: CacheShape, layer: LayerAttention) -> None:
