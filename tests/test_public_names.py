@@ -20,6 +20,7 @@ PUBLIC = {
     "QueueFull": "perdure.api.errors",
     "EngineDead": "perdure.api.errors",
     "StepFailed": "perdure.api.errors",
+    "JournalError": "perdure.api.errors",
 }
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "QueueFull",
     "EngineDead",
     "StepFailed",
+    "JournalError",
     "__version__",
 ]
 
@@ -44,6 +45,7 @@ _HOMES = {
     "QueueFull": "perdure.api.errors",
     "EngineDead": "perdure.api.errors",
     "StepFailed": "perdure.api.errors",
+    "JournalError": "perdure.api.errors",
 }
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from perdure.api.errors import (
         EngineDead,
         InvalidValue,
+        JournalError,
         MaxSequenceLengthOverflow,
         ModelLoadError,
         ModelNotFound,

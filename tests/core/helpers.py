@@ -62,6 +62,7 @@ class Bench:
 
     def launch(self) -> StepPlan | None:
         plan = self.scheduler.plan()
+        self.events += self.scheduler.told()
         if plan is not None:
             self.in_flight.append((plan, self.device.launch(plan)))
         return plan

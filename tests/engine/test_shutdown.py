@@ -78,7 +78,7 @@ class Collecting:
     def __init__(self) -> None:
         self.failure: PerdureError | None = None
 
-    def deliver(self, event: Event) -> None:
+    def deliver(self, event: Event, time: float) -> None:
         gc.collect()
 
     def fail(self, error: PerdureError) -> None:

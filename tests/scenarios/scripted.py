@@ -189,7 +189,7 @@ class Stage:
         for settings in plan.row_inits:
             self._call(settings.request).residencies.append(self.scheduler._states[settings.request].num_output)
 
-    def _publish(self, events: list[ev.Event]) -> None:
+    def _publish(self, events: list[ev.Event], time: float) -> None:
         self.events += events
         for event in events:
             if isinstance(event, ev.Done):

@@ -91,6 +91,7 @@ class Life:
         self.ended: dict[int, ev.Record] = {}
         self.refused: set[int] = set()
         self.parts: dict[int, tuple[list[int], TokenScores]] = {}
+        self.moments: dict[int, list[ev.Moment]] = {}
         self.must_refuse: set[int] = set()
         self.num_admitted = 0
         self.pause_ticket: int | None = None
@@ -204,7 +205,7 @@ class Life:
 
     # What is told
 
-    def _publish(self, events: list[ev.Event]) -> None:
+    def _publish(self, events: list[ev.Event], time: float) -> None:
         for event in events:
             match event:
                 case ev.Ended(ticket, record):
@@ -229,8 +230,9 @@ class Life:
                 case ev.Done(ticket):
                     if ticket == self.pause_ticket:
                         self.is_paused = True
-                case ev.FirstToken():
-                    pass
+                case ev.Moment(ticket):
+                    assert ticket not in self.ended, f"{event} after the end"
+                    self.moments.setdefault(ticket, []).append(event)
 
     # Judgement
 
@@ -252,6 +254,7 @@ class Life:
                 given = derived_seed(self.config.seed, self.config.replica, record.arrival)
             assert record.seed == given
             self._judge_one(request, record, expected(request, record.seed, self.config))
+            _judge_moments(self.moments[ticket], record)
 
     def _judge_one(self, request: Request, record: ev.Record, truth: Expected) -> None:
         count = len(record.token_ids)
@@ -277,6 +280,35 @@ class Life:
         if record.finish_reason not in ("stop", "length") and record.prompt_scores is not None:
             prompt_scores = prompt_scores[: record.prompt_scores.num_scored]
         _judge_scores(record.prompt_scores, prompt_scores, request.params.prompt_logprobs is not None)
+
+
+def _judge_moments(moments: list[ev.Moment], record: ev.Record) -> None:
+    """They tell the whole way: in an order that can be, and as often as the record says."""
+    kinds = [moment.kind for moment in moments]
+    assert kinds[0] == "queued" and moments[0].detail == record.request_id
+    assert kinds.count("queued") == 1 and kinds.count("first_token") == bool(record.token_ids)
+    assert (kinds.count("paused"), kinds.count("evicted")) == (record.num_pauses, record.num_evictions)
+    is_resident = is_paused = False
+    left = 0  # known tokens that this residency has to compute still
+    for moment in moments[1:]:
+        match moment.kind:
+            case "scheduled":
+                assert not is_resident
+                is_resident, left = True, moment.num_tokens
+            case "chunk":
+                assert is_resident and 0 < moment.num_tokens <= left
+                left -= moment.num_tokens
+            case "paused":
+                assert is_resident and not is_paused
+                is_paused = True
+            case "resumed":
+                assert is_paused
+                is_paused = False
+            case "evicted":
+                assert is_resident
+                is_resident = is_paused = False
+            case kind:
+                assert kind == "first_token"
 
 
 def _judge_scores(given: TokenScores | None, truth: list[tuple[float, list[int], list[float]]], asked: bool) -> None:

@@ -6,8 +6,10 @@ from collections import Counter
 import msgspec
 import pytest
 
+from perdure.api import event as ev
+from perdure.api.errors import JournalError
 from perdure.api.plan import StepOutput, StepPlan
-from perdure.core.journal import Journal, JournalError, read, replay
+from perdure.core.journal import MAGIC, Journal, Told, read, replay
 from perdure.runner.fake import FakeDevice
 from tests.sim.life import Life, PieceCursor
 
@@ -19,7 +21,7 @@ def recorded(seed: int, depth: int) -> tuple[Life, list[object], bytes]:
     life.loop._journal = Journal(file, life.config)
     told: list[object] = []
     inner = life._publish
-    life.loop._publish = lambda events: (told.extend(events), inner(events))[1]
+    life.loop._publish = lambda events, time: (told.extend(events), inner(events, time))[1]
     life.run()
     return life, told, file.getvalue()
 
@@ -55,6 +57,64 @@ def test_a_torn_journal_replays_up_to_the_tear() -> None:
     assert part == told[: len(part)] and part
 
 
-def test_no_journal() -> None:
-    with pytest.raises(JournalError, match="not a journal"):
-        read(io.BytesIO(b"not at all a journal"))
+def test_wherever_it_is_torn_the_whole_entries_remain() -> None:
+    _, _, file = recorded(5, 2)
+    whole = list(read(io.BytesIO(file))[1])
+    for end in range(len(file) - 1, len(file) * 3 // 4, -3):
+        _, entries = read(io.BytesIO(file[:end]))
+        found = list(entries)
+        assert found == whole[: len(found)]
+        assert len(found) < len(whole) and entries.num_torn_bytes < len(file)
+
+
+def test_no_changed_byte_goes_unnoticed() -> None:
+    """It is damage, no journal at all, or, in a length, the end of what can be read: never a wrong entry."""
+    _, _, file = recorded(8, 2)
+    whole = list(read(io.BytesIO(file))[1])
+    num_errors = 0
+    for at in range(0, len(file), 17):
+        damaged = file[:at] + bytes([file[at] ^ 0x10]) + file[at + 1 :]
+        found: list[object] = []
+        try:
+            _, entries = read(io.BytesIO(damaged))
+            found += entries
+            assert entries.num_torn_bytes
+        except JournalError as error:
+            assert "\n" not in str(error)
+            num_errors += 1
+        assert len(found) < len(whole) and found == whole[: len(found)]
+    assert num_errors > len(file) // 34
+
+
+@pytest.mark.parametrize("file", [b"", b"not at all a journal", b"GGUF" + bytes(100), MAGIC, MAGIC + bytes(30)])
+def test_no_journal(file: bytes) -> None:
+    with pytest.raises(JournalError, match=r"not a journal|before its first entry"):
+        read(io.BytesIO(file))
+
+
+def test_another_version_is_named() -> None:
+    file = io.BytesIO()
+    journal = Journal(file, recorded(3, 1)[0].config)
+    file.truncate(len(MAGIC))
+    file.seek(0, io.SEEK_END)
+    journal._write({"version": 77, "something": "new"})  # type: ignore[arg-type]
+    file.seek(0)
+    with pytest.raises(JournalError, match="version 77, this program reads version 2"):
+        read(file)
+
+
+def test_each_entry_has_its_time_and_what_was_told() -> None:
+    """Times never go back, and the moments are those that were told, with the ends among them."""
+    for seed in range(10):
+        _, told, file = recorded(seed, 2)
+        entries = list(read(io.BytesIO(file))[1])
+        times = [entry.time for entry in entries]
+        assert times == sorted(times) and times[0] > 0
+        moments = [moment for entry in entries if isinstance(entry, Told) for moment in entry.moments]
+        on_the_way = [moment for moment in moments if moment.kind not in ("ended", "refused")]
+        assert on_the_way == [event for event in told if isinstance(event, ev.Moment)]
+        ends = [(event.ticket, event.record.finish_reason) for event in told if isinstance(event, ev.Ended)]
+        assert [(m.ticket, m.detail) for m in moments if m.kind == "ended"] == ends
+        levels = [entry.level for entry in entries if isinstance(entry, Told)]
+        assert levels[-1].num_running == levels[-1].num_waiting == 0
+        assert len({level.num_free_pages for level in levels}) > 1

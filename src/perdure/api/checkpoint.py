@@ -17,6 +17,7 @@ import msgspec
 
 from perdure.api.errors import InvalidValue
 from perdure.api.fingerprint import Fingerprint
+from perdure.api.moment import RequestEvent
 from perdure.api.request import Request, RequestId
 from perdure.api.sampling import MAX_INTEGER, MAX_SEED, LogprobsMode, SamplingParams
 from perdure.api.scores import PackedScores
@@ -29,10 +30,10 @@ _VERSION_BYTES, _DIGEST_BYTES = 2, 16
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds since the request's arrival, not counting the time it lay as a checkpoint before."""
+    """What happened to a request so far, in seconds since its arrival, without the time it lay as a checkpoint."""
 
     elapsed_s: float = 0.0
-    first_token_s: float | None = None
+    events: tuple[RequestEvent, ...] = ()
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,5 +42,9 @@ class EngineDead(PerdureError, RuntimeError):
     """The engine met a fault it cannot recover from; it stays dead and says why."""
 
 
+class JournalError(PerdureError, ValueError):
+    """The file is no journal, a damaged one, or a replay went another way."""
+
+
 class StepFailed(PerdureError, RuntimeError):
     """The step that held this request raised; the request ends with this error."""

@@ -1,6 +1,6 @@
 """What the engine loop reports, addressed by ticket.
 
-A request gets `Refused`, or at most one `FirstToken`, any number of `Progress` and one `Ended`.
+A request gets `Refused`, or any number of `Moment` and `Progress` and one `Ended`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import msgspec
 
 from perdure.api import errors
 from perdure.api.checkpoint import Checkpoint
+from perdure.api.moment import MomentKind
 from perdure.api.request import RequestId
 from perdure.api.scores import TokenScores
 
@@ -88,10 +89,16 @@ class Progress(msgspec.Struct, frozen=True):
     scores: TokenScores | None
 
 
-class FirstToken(msgspec.Struct, frozen=True):
-    """The request's first output token is known (for timing; the token itself comes with the others)."""
+class Moment(msgspec.Struct, frozen=True, array_like=True):
+    """Something that happened to a request on its way. Its time is that of the loop when it tells of it.
+
+    "ended" and "refused" are told by `Ended` and `Refused`; a journal writes them as moments too.
+    """
 
     ticket: int
+    kind: MomentKind
+    num_tokens: int = 0
+    detail: RequestId = ""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -117,4 +124,4 @@ class Done(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-Event = Refused | Progress | FirstToken | Ended | Taken | Done
+Event = Refused | Progress | Moment | Ended | Taken | Done

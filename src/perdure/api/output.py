@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from perdure.api.event import FinishReason
+from perdure.api.moment import MomentKind, RequestEvent
 from perdure.api.request import RequestId
 from perdure.api.scores import TokenScores
 
@@ -33,14 +34,38 @@ class CompletionOutput(msgspec.Struct, frozen=True):
 
 
 class RequestMetrics(msgspec.Struct, frozen=True):
-    """Seconds on one monotonic clock, and what happened on the way. first_token_time is None if no token came."""
+    """When and how a request went its way, in seconds on one monotonic clock.
+
+    arrival_time: of the call that submitted it. events: from "queued" to "ended", in order.
+    """
 
     arrival_time: float
-    first_token_time: float | None
-    finished_time: float | None
+    events: tuple[RequestEvent, ...]
     num_pauses: int = 0
     num_evictions: int = 0
     num_checkpoints: int = 0
+
+    def _first(self, kind: MomentKind) -> float | None:
+        return next((event.time for event in self.events if event.kind == kind), None)
+
+    @property
+    def first_scheduled_time(self) -> float | None:
+        return self._first("scheduled")
+
+    @property
+    def first_token_time(self) -> float | None:
+        """None if no token came."""
+        return self._first("first_token")
+
+    @property
+    def finished_time(self) -> float | None:
+        return self._first("ended")
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from its arrival to its first pages; None if it never had any."""
+        scheduled = self.first_scheduled_time
+        return None if scheduled is None else scheduled - self.arrival_time
 
 
 class RequestOutput(msgspec.Struct, frozen=True):

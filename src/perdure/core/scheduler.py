@@ -18,6 +18,7 @@ from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import CoreConfig
 from perdure.api.errors import InvalidValue, PerdureError, QueueFull, StateError, StepFailed
 from perdure.api.event import Event, Failure, FinishReason, StopMatch
+from perdure.api.moment import MomentKind
 from perdure.api.output import Stats
 from perdure.api.plan import StepOutput, StepPlan
 from perdure.api.request import Request, RequestId
@@ -94,7 +95,7 @@ class Scheduler:
             case cmd.Stop(ticket):
                 self._abort([], [], everything=True)
                 self._control.stop(ticket)
-        return self._told()
+        return self.told()
 
     def _submit(self, request: Request, given: Checkpoint | None) -> None:
         arrival = self._counters.num_requests
@@ -111,6 +112,7 @@ class Scheduler:
         self._states[state.arrival] = state
         self._live[request.request_id] = state
         insort(self._waiting, state, key=_order)
+        self._note(state, "queued", detail=request.request_id)
         if state.stops.max_output == 0 and not state.num_prompt_scores_missing:
             self._end(state, Status.FINISHED, "length")
         elif request.stream and state.num_output:
@@ -146,6 +148,7 @@ class Scheduler:
             failure = Failure.of(InvalidValue(f"{name} is not live: it has ended, or never began"))
             self._events.append(ev.Done(asked.ticket, failure=failure))
             return
+        self._note(state, "checkpoint", state.num_output)
         taken = checkpoint.take(state, self.config.fingerprint)
         self._events.append(ev.Taken(asked.ticket, state.request.ticket, taken))
         if asked.end:
@@ -211,6 +214,7 @@ class Scheduler:
                 return False
         if state.status is Status.PAUSED:
             state.move(Status.RUNNING)
+            self._note(state, "resumed")
         draft.grow(state, 1)
         return True
 
@@ -218,12 +222,14 @@ class Scheduler:
         if state.status is Status.RUNNING:
             state.move(Status.PAUSED)
             state.num_pauses += 1
+            self._note(state, "paused")
             self._counters.num_pauses += 1
 
     def _evict(self, state: RequestState) -> None:
         """Take slot and pages away. What is in flight still counts: its tokens are valid wherever they come from."""
         state.move(Status.WAITING)
         state.num_evictions += 1
+        self._note(state, "evicted")
         self._counters.num_evictions += 1
         self._leave(state)
         insort(self._waiting, state, key=_order)
@@ -265,6 +271,7 @@ class Scheduler:
             self._counters.num_prompt_tokens += state.prompt_length
         if not self.config.batch_invariant and (pages or state.has_begun):
             state.exact = False  # other forms go on with other bits than an undisturbed run
+        self._note(state, "scheduled", end - state.num_planned)
         self._prefill(state, draft)
         return True
 
@@ -309,9 +316,11 @@ class Scheduler:
                 append_scores(state.scores, output.records, records[row], state.tokens)
             if state.is_resident:
                 state.num_computed += plan.length[row]
+                if plan.num_tokens[row]:
+                    self._note(state, "chunk", plan.length[row])
                 self._publish(state)
             self._after_tokens(state, len(new_tokens))
-        return self._told()
+        return self.told()
 
     def _after_tokens(self, state: RequestState, count: int) -> None:
         """End the request if these last tokens do, else report them."""
@@ -321,7 +330,7 @@ class Scheduler:
                 self._end(state, Status.FINISHED, "length")
             return
         if first == state.prompt_length:
-            self._events.append(ev.FirstToken(state.request.ticket))
+            self._note(state, "first_token")
         try:
             stop = state.stops.first_stop(state.tokens, first)
         except StepFailed as error:
@@ -395,7 +404,12 @@ class Scheduler:
         if state.is_final and state.in_flight == 0:
             del self._states[state.arrival]
 
-    def _told(self) -> list[Event]:
+    def _note(self, state: RequestState, kind: MomentKind, num_tokens: int = 0, detail: RequestId = "") -> None:
+        """Something happened to the request: whoever submitted it, and a trace, will see it."""
+        self._events.append(ev.Moment(state.request.ticket, kind, num_tokens, detail))
+
+    def told(self) -> list[Event]:
+        """What is to be told by now: `apply` and `commit` return it, and what `plan` has done can be had at once."""
         told, self._events = self._events, []
         if self._control.is_waiting:
             older = any(self._control.holds_back(state.arrival) for state in self._live.values())

@@ -42,7 +42,7 @@ log = logging.getLogger("perdure")
 class Receiver(Protocol):
     """Gets the events of one ticket, on the loop's thread."""
 
-    def deliver(self, event: Event) -> None: ...
+    def deliver(self, event: Event, time: float) -> None: ...
 
     def fail(self, error: PerdureError) -> None:
         """No event will come any more."""
@@ -60,7 +60,7 @@ class Reply:
         # From here on it cannot be cancelled: whoever waits may go away, the answer comes all the same.
         self.future.set_running_or_notify_cancel()
 
-    def deliver(self, event: Event) -> None:
+    def deliver(self, event: Event, time: float) -> None:
         match event:
             case ev.Taken(_, _, checkpoint):
                 self.future.set_result(checkpoint)
@@ -201,20 +201,20 @@ class Engine:
         self.resolved.runner.release()
         del self._loop
 
-    def _timed(self, taken: ev.Taken) -> ev.Taken:
-        """The core has no clock: times are known here."""
+    def _timed(self, taken: ev.Taken, time: float) -> ev.Taken:
+        """The core has no clock: a request's times are known here."""
         receiver = self._receivers[taken.request_ticket]
         assert isinstance(receiver, Arrivals)
-        return replace(taken, checkpoint=replace(taken.checkpoint, timing=receiver.timing()))
+        return replace(taken, checkpoint=replace(taken.checkpoint, timing=receiver.timing(time)))
 
-    def _publish(self, events: list[Event]) -> None:
+    def _publish(self, events: list[Event], time: float) -> None:
         for event in events:
             if isinstance(event, ev.Taken):
-                event = self._timed(event)
-            last = not isinstance(event, (ev.Progress, ev.FirstToken))
+                event = self._timed(event, time)
+            last = not isinstance(event, (ev.Progress, ev.Moment))
             receiver = self._receivers.pop(event.ticket) if last else self._receivers[event.ticket]
             with _logging_faults():
-                receiver.deliver(event)
+                receiver.deliver(event, time)
 
 
 @contextlib.contextmanager

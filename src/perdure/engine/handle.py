@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.checkpoint import Timing
 from perdure.api.errors import PerdureError
 from perdure.api.event import Event
+from perdure.api.moment import RequestEvent
 from perdure.api.output import CompletionOutput, RequestMetrics, RequestOutput
 from perdure.api.request import RequestId
 from perdure.api.sampling import SamplingParams
@@ -17,8 +20,11 @@ from perdure.api.scores import TokenScores
 
 
 class Arrivals:
-    """Times of one request, and its last event. Times of a request that goes on from a checkpoint are shifted as if it
-    had not lain in between. on_event is called on the loop's thread after each event."""
+    """What happened to one request and when, and its last event. on_event is called on the loop's thread with all
+    that is more than a moment on the way.
+
+    A request that goes on from a checkpoint brings its past; the time it lay as one does not count.
+    """
 
     def __init__(self, submission: cmd.Submit, on_event: Callable[[Event | PerdureError], None]) -> None:
         self.submission = submission
@@ -26,30 +32,28 @@ class Arrivals:
         self._on_event = on_event
         past = Timing() if submission.checkpoint is None else submission.checkpoint.timing
         self._arrival_time = time.monotonic() - past.elapsed_s
-        self._first_token_time = None if past.first_token_s is None else self._arrival_time + past.first_token_s
-        self._finished_time: float | None = None
+        self._events = [replace(event, time=self._arrival_time + event.time) for event in past.events]
 
-    def deliver(self, event: Event) -> None:
-        if isinstance(event, ev.FirstToken):
-            self._first_token_time = time.monotonic()
+    def deliver(self, event: Event, time: float) -> None:
+        if isinstance(event, ev.Moment):
+            self._events.append(RequestEvent(event.kind, time, event.num_tokens))
             return
         if isinstance(event, ev.Ended):
-            self._finished_time = time.monotonic()
+            self._events.append(RequestEvent("ended", time, len(event.record.token_ids)))
         self._on_event(event)
 
     def fail(self, error: PerdureError) -> None:
         self._on_event(error)
 
-    def timing(self) -> Timing:
-        """Until now, for a checkpoint."""
-        first, begin = self._first_token_time, self._arrival_time
-        return Timing(time.monotonic() - begin, None if first is None else first - begin)
+    def timing(self, now: float) -> Timing:
+        """For a checkpoint that is taken now."""
+        begin = self._arrival_time
+        return Timing(now - begin, tuple(replace(event, time=event.time - begin) for event in self._events))
 
     def metrics(self, record: ev.Record) -> RequestMetrics:
         return RequestMetrics(
             self._arrival_time,
-            self._first_token_time,
-            self._finished_time,
+            tuple(self._events),
             num_pauses=record.num_pauses,
             num_evictions=record.num_evictions,
             num_checkpoints=record.num_checkpoints,

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -42,18 +43,22 @@ class Inbox:
 
 
 class Loop:
-    """publish(events) is called on the loop's thread. check: verify the scheduler's books after every turn."""
+    """publish(events, time) is called on the loop's thread. check: verify the scheduler's books after every turn.
+
+    clock: the one clock of all that is told; journal entries carry its times too.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
         device: Device,
         inbox: Inbox,
-        publish: Callable[[list[Event]], None],
+        publish: Callable[[list[Event], float], None],
         *,
         steps_in_flight: int,
         journal: Journal | None = None,
         check: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.steps_in_flight = steps_in_flight
@@ -62,6 +67,7 @@ class Loop:
         self._publish = publish
         self._journal = journal
         self._check = check
+        self._clock = clock
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
 
     @property
@@ -88,9 +94,10 @@ class Loop:
             plan, ticket = self._in_flight.popleft()
             output = ticket.wait()
             self._apply_arrived(block=False)  # an abort that came while the step ran goes before its output
+            now = self._clock()
             if self._journal is not None:
-                self._journal.committed(output)
-            self._publish(self.scheduler.commit(plan, output))
+                self._journal.committed(output, now)
+            self._tell(self.scheduler.commit(plan, output), now)
         else:
             assert not self.scheduler.can_act, "requests wait, nothing is in flight, and no step can be planned"
         if self._check:
@@ -98,15 +105,24 @@ class Loop:
 
     def _apply_arrived(self, block: bool) -> None:
         for command in self._inbox.take(block):
+            now = self._clock()
             if self._journal is not None:
-                self._journal.applied(command)
-            self._publish(self.scheduler.apply(command))
+                self._journal.applied(command, now)
+            self._tell(self.scheduler.apply(command), now)
 
     def _launch(self) -> None:
         while len(self._in_flight) < self.steps_in_flight:
             plan = self.scheduler.plan()
+            now = self._clock()
             if self._journal is not None:
-                self._journal.launched(plan)
+                self._journal.launched(plan, now)
+            self._tell(self.scheduler.told(), now)
             if plan is None:
                 return
             self._in_flight.append((plan, self._device.launch(plan)))
+
+    def _tell(self, events: list[Event], now: float) -> None:
+        if self._journal is not None:
+            self._journal.told(events, self.scheduler.stats(), now)
+        if events:
+            self._publish(events, now)
