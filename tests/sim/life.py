@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
+from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import CoreConfig
 from perdure.api.plan import StepOutput, StepPlan
 from perdure.api.request import Request
@@ -24,6 +25,7 @@ from perdure.core.admission import derived_seed
 from perdure.core.scheduler import Scheduler
 from perdure.engine.loop import Inbox, Loop
 from perdure.runner.fake import FakeDevice
+from tests.sim.elsewhere import Elsewhere
 from tests.sim.oracle import PIECES, Expected, expected
 
 MAX_TURNS = 20_000
@@ -92,6 +94,14 @@ class Life:
         self.refused: set[int] = set()
         self.parts: dict[int, tuple[list[int], TokenScores]] = {}
         self.moments: dict[int, list[ev.Moment]] = {}
+        self.elsewhere = Elsewhere(self.config, rng, lambda request: PieceCursor(), self._publish, self._fail)
+        self.taken: list[tuple[int, Checkpoint]] = []
+        """Every checkpoint, with the ticket of the request it was taken of."""
+        self.at_rest: list[Checkpoint] = []
+        """Those that may still be submitted."""
+        self.went_on: dict[int, Checkpoint] = {}
+        """By the ticket under which it went on."""
+        self.is_elsewhere: set[int] = set()
         self.must_refuse: set[int] = set()
         self.num_admitted = 0
         self.pause_ticket: int | None = None
@@ -124,15 +134,21 @@ class Life:
                 self._resume()
             elif roll < 0.51:
                 self._send(cmd.ResetPrefixCache(self._ticket()))
+            elif roll < 0.57:
+                self._take_checkpoint()
+            elif roll < 0.70 and self.at_rest:
+                self._go_on()
             self.loop.turn(block=False)
+            self.elsewhere.loop.turn(block=False)
             if not to_submit and len(self.ended) + len(self.refused) == len(self.requests):
                 break
             if not to_submit and self.is_paused and self.rng.random() < 0.3:
                 self._resume()
         else:
             raise AssertionError(f"after {MAX_TURNS} turns requests are still alive: a live-lock")
-        while self.loop._in_flight:
-            self.loop.turn(block=False)
+        for loop in (self.loop, self.elsewhere.loop):
+            while loop._in_flight:
+                loop.turn(block=False)
         self._judge()
 
     def _ticket(self) -> int:
@@ -158,13 +174,42 @@ class Life:
         self.requests[ticket] = request
         self._send(cmd.Submit(request))
 
-    def _live(self) -> list[Request]:
-        """Those that will be live when what is sent now is applied."""
+    def _live(self, there: bool = False) -> list[Request]:
+        """Those that will be live, here or elsewhere, when what is sent now is applied."""
         return [
             request
             for ticket, request in self.requests.items()
-            if ticket not in self.ended and ticket not in self.must_refuse and not _ends_at_once(request)
+            if (ticket in self.is_elsewhere) == there
+            and not (ticket in self.ended or ticket in self.must_refuse or _ends_at_once(request))
         ]
+
+    def _take_checkpoint(self) -> None:
+        """Of somebody here or there, who lives on or ends with it."""
+        rng, live = self.rng, [ticket for ticket in self.requests if ticket not in self.ended]
+        if not live:
+            return
+        ticket = rng.choice(live)
+        inbox = self.elsewhere.inbox if ticket in self.is_elsewhere else self.inbox
+        inbox.put(cmd.TakeCheckpoint(self._ticket(), request_ticket=ticket, end=rng.random() < 0.5))
+
+    def _go_on(self) -> None:
+        """Submit a checkpoint here or elsewhere, under its own id or another; it can be submitted again."""
+        rng = self.rng
+        checkpoint = rng.choice(self.at_rest)
+        if rng.random() < 0.7:
+            self.at_rest.remove(checkpoint)
+        ticket = self._ticket()
+        name = checkpoint.request_id if rng.random() < 0.6 else rng.randint(0, 12)
+        request = checkpoint.as_request(name, ticket, stream=rng.random() < 0.5)
+        there = rng.random() < 0.6
+        if any(name == other.request_id for other in self._live(there)):
+            self.must_refuse.add(ticket)
+        self.requests[ticket] = request
+        self.went_on[ticket] = checkpoint
+        if there:
+            self.is_elsewhere.add(ticket)
+        inbox = self.elsewhere.inbox if there else self.inbox
+        inbox.put(cmd.Submit(request, Checkpoint.from_bytes(checkpoint.to_bytes())))
 
     def _params(self) -> SamplingParams:
         rng, vocab = self.rng, self.config.vocab_size
@@ -219,7 +264,8 @@ class Life:
                     assert request_id == self.requests[ticket].request_id
                     self.refused.add(ticket)
                 case ev.Progress(ticket, first, token_ids, scores):
-                    assert not self.is_paused, "a token came while paused"
+                    is_known = not first and ticket in self.went_on
+                    assert is_known or ticket in self.is_elsewhere or not self.is_paused, "a token came while paused"
                     ids, log = self.parts.setdefault(ticket, ([], TokenScores()))
                     assert ticket not in self.ended and first == len(ids)
                     assert (scores is None) == (self.requests[ticket].params.logprobs is None)
@@ -230,6 +276,11 @@ class Life:
                 case ev.Done(ticket):
                     if ticket == self.pause_ticket:
                         self.is_paused = True
+                case ev.Taken(_, ticket, checkpoint):
+                    assert ticket not in self.ended and checkpoint.request_id == self.requests[ticket].request_id
+                    self.taken.append((ticket, checkpoint))
+                    self.at_rest.append(checkpoint)
+                    self.marks[f"checkpoint while {checkpoint.status}"] += 1
                 case ev.Moment(ticket):
                     assert ticket not in self.ended, f"{event} after the end"
                     self.moments.setdefault(ticket, []).append(event)
@@ -237,24 +288,36 @@ class Life:
     # Judgement
 
     def _judge(self) -> None:
-        stats = self.scheduler.stats()
-        assert stats.num_free_pages == stats.num_pages, "pages are lost"
-        assert stats.num_running == stats.num_waiting == stats.num_paused == 0
-        assert not self.scheduler._states and not self.scheduler._live, "something is kept after its end"
+        for scheduler in (self.elsewhere.scheduler, self.scheduler):
+            stats = scheduler.stats()
+            assert stats.num_free_pages == stats.num_pages, "pages are lost"
+            assert stats.num_running == stats.num_waiting == stats.num_paused == 0
+            assert not scheduler._states and not scheduler._live, "something is kept after its end"
         assert self.must_refuse == self.refused
-        assert sorted(record.arrival for record in self.ended.values()) == list(range(len(self.ended)))
+        for there in (False, True):
+            arrivals = [one.arrival for ticket, one in self.ended.items() if (ticket in self.is_elsewhere) == there]
+            assert sorted(arrivals) == list(range(len(arrivals)))
         self.marks["evictions"] += stats.num_evictions
         self.marks["pauses"] += stats.num_pauses
         self.marks["cached tokens"] += stats.num_cached_tokens
         self.marks["refused"] += len(self.refused)
         for ticket, record in self.ended.items():
-            request = self.requests[ticket]
+            request, past = self.requests[ticket], self.went_on.get(ticket)
             given = request.params.seed
-            if given is None:
+            if past is not None:
+                given = past.seed
+            elif given is None:
                 given = derived_seed(self.config.seed, self.config.replica, record.arrival)
             assert record.seed == given
             self._judge_one(request, record, expected(request, record.seed, self.config))
-            _judge_moments(self.moments[ticket], record)
+            _judge_moments(self.moments[ticket], record, past)
+            assert record.num_checkpoints == (past.num_checkpoints if past is not None else 0) and record.exact
+            if past is not None:
+                self.marks[f"{record.finish_reason} after {min(record.num_checkpoints, 3)} checkpoints"] += 1
+        for ticket, checkpoint in self.taken:
+            truth = expected(self.requests[ticket], self.ended[ticket].seed, self.config)
+            assert checkpoint.token_ids == truth.token_ids[: checkpoint.num_output]
+            assert checkpoint.token_ids == self.ended[ticket].token_ids[: checkpoint.num_output]
 
     def _judge_one(self, request: Request, record: ev.Record, truth: Expected) -> None:
         count = len(record.token_ids)
@@ -282,12 +345,14 @@ class Life:
         _judge_scores(record.prompt_scores, prompt_scores, request.params.prompt_logprobs is not None)
 
 
-def _judge_moments(moments: list[ev.Moment], record: ev.Record) -> None:
-    """They tell the whole way: in an order that can be, and as often as the record says."""
+def _judge_moments(moments: list[ev.Moment], record: ev.Record, past: Checkpoint | None) -> None:
+    """They tell the whole way here: in an order that can be, and as often as the record says."""
+    before = (0, 0, 0) if past is None else (past.num_output, past.num_pauses, past.num_evictions)
     kinds = [moment.kind for moment in moments]
     assert kinds[0] == "queued" and moments[0].detail == record.request_id
-    assert kinds.count("queued") == 1 and kinds.count("first_token") == bool(record.token_ids)
-    assert (kinds.count("paused"), kinds.count("evicted")) == (record.num_pauses, record.num_evictions)
+    assert kinds.count("queued") == 1 and kinds.count("first_token") == (len(record.token_ids) > 0 == before[0])
+    assert kinds.count("paused") == record.num_pauses - before[1]
+    assert kinds.count("evicted") == record.num_evictions - before[2]
     is_resident = is_paused = False
     left = 0  # known tokens that this residency has to compute still
     for moment in moments[1:]:
@@ -308,7 +373,7 @@ def _judge_moments(moments: list[ev.Moment], record: ev.Record) -> None:
                 assert is_resident
                 is_resident = is_paused = False
             case kind:
-                assert kind == "first_token"
+                assert kind in ("first_token", "checkpoint")
 
 
 def _judge_scores(given: TokenScores | None, truth: list[tuple[float, list[int], list[float]]], asked: bool) -> None:
