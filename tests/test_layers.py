@@ -1,7 +1,7 @@
 """The layers of docs/architecture.md, read from the source of every module: which package may import which.
 
-Every import counts, also those inside functions and under TYPE_CHECKING. `api`, `core` and `coordinator` name no tensor
-library and import only one another, downwards, so none of them reaches one through another module either.
+Every import counts, also those inside functions and under TYPE_CHECKING. `api`, `core`, `coordinator` and `trace` name
+no tensor library and import only one another, downwards, so none of them reaches one through another module either.
 Exempt are `perdure/__init__.py`, a table of lazy names, `perdure/__main__.py`, which calls the command line, and one
 import by name: `make-tiny` uses no engine, it calls the writer of tiny checkpoints.
 """
@@ -21,7 +21,7 @@ ROWS = [
     {"ops"},
     {"models"},
     {"runner"},
-    {"engine"},
+    {"engine", "trace"},
     {"server", "conformance"},
     {"cli"},
 ]
@@ -32,9 +32,10 @@ NOT_FOR = {
     "models": {"core"},
     "runner": {"core"},
     "engine": {"ops"},
+    "trace": {"ops", "models", "runner"},
 }  # lower, yet not to be known
 ALLOWED = {("perdure.cli.make_tiny", "perdure.models.tiny.make_tiny")}
-WITHOUT_TENSORS = {"api", "core", "coordinator"}
+WITHOUT_TENSORS = {"api", "core", "coordinator", "trace"}
 TENSORS = {"torch", "transformers"}
 WORLD = {"time", "datetime", "socket", "selectors", "asyncio", "threading", "random"}  # reach `core` as arguments
 

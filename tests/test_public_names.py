@@ -11,6 +11,7 @@ PUBLIC = {
     "RequestOutput": "perdure.api.output",
     "EngineConfig": "perdure.api.config",
     "Checkpoint": "perdure.api.checkpoint",
+    "Trace": "perdure.trace.trace",
     "PerdureError": "perdure.api.errors",
     "InvalidValue": "perdure.api.errors",
     "MaxSequenceLengthOverflow": "perdure.api.errors",

@@ -15,6 +15,7 @@ __all__ = [
     "RequestOutput",
     "EngineConfig",
     "Checkpoint",
+    "Trace",
     "PerdureError",
     "InvalidValue",
     "MaxSequenceLengthOverflow",
@@ -36,6 +37,7 @@ _HOMES = {
     "RequestOutput": "perdure.api.output",
     "EngineConfig": "perdure.api.config",
     "Checkpoint": "perdure.api.checkpoint",
+    "Trace": "perdure.trace.trace",
     "PerdureError": "perdure.api.errors",
     "InvalidValue": "perdure.api.errors",
     "MaxSequenceLengthOverflow": "perdure.api.errors",
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from perdure.api.sampling import SamplingParams
     from perdure.engine.async_llm import AsyncLLM
     from perdure.engine.llm import LLM
+    from perdure.trace.trace import Trace
 else:
 
     def __getattr__(name):

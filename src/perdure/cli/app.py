@@ -21,6 +21,7 @@ from perdure.cli.info import info
 from perdure.cli.logprobs import logprobs
 from perdure.cli.make_tiny import make_tiny
 from perdure.cli.output import complain, show_log_lines
+from perdure.cli.trace import trace
 
 EXIT_WRONG = 2
 EXIT_INTERRUPTED = 130
@@ -60,7 +61,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for command in (generate, chat, logprobs, info, make_tiny):
+for command in (generate, chat, logprobs, info, make_tiny, trace):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

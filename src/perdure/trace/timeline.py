@@ -1,0 +1,210 @@
+"""`Timeline`: a run as its journal tells it: requests as spans of states, steps, how full the engine was.
+
+- Times are seconds since the journal's first entry.
+- A request's spans follow one another without a gap, from "queued" to its end, or to the journal's if it has none.
+- A kind of moment that is not known here changes no state: it is kept as a mark, so a new kind shows without a line.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from perdure.api.config import CoreConfig
+from perdure.api.event import Moment, MomentKind
+from perdure.api.plan import StepPlan
+from perdure.api.request import RequestId
+from perdure.core.journal import Committed, Entry, Launched, Level, Told
+
+State = Literal["waiting", "prefill", "decode", "paused", "evicted", "recompute"]
+"""evicted: waits to be computed again. recompute: is computed again, what it had generated with it."""
+
+UNREMARKABLE = ("running", "stopped")
+"""States of an engine that need no span: what they mean for requests is seen at these."""
+
+LABEL_LENGTH = 24
+
+
+class Span(msgspec.Struct, frozen=True):
+    """One state of a request. num_tokens: positions that a chunk of prefill or recompute computed; 0 elsewhere."""
+
+    state: State
+    start: float
+    end: float
+    num_tokens: int = 0
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """A moment that is no change of state."""
+
+    kind: MomentKind
+    time: float
+    num_tokens: int = 0
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One step: from its launch, or the end of the step before, to its commit."""
+
+    number: int
+    start: float
+    end: float
+    num_rows: int
+    num_positions: int
+
+
+class EngineSpan(msgspec.Struct, frozen=True):
+    """A time in which the whole engine was paused or suspended."""
+
+    state: str
+    start: float
+    end: float
+
+
+class Track:
+    """One request's way. end_reason: as in its result, or "refused"; None if the journal ends before it."""
+
+    def __init__(self, moment: Moment, time: float) -> None:
+        self.ticket = moment.ticket
+        self.request_id: RequestId = moment.detail
+        self.queued = time
+        self.spans: list[Span] = []
+        self.marks: list[Mark] = []
+        self.ended: float | None = None
+        self.end_reason: str | None = None
+        self.num_output = 0
+        self.num_pauses = 0
+        self.num_evictions = 0
+        self._since = time
+        self._is_resident = False
+        self._is_paused = False
+        self._num_left = 0
+        """Known tokens that are to be computed before it goes on."""
+
+    @property
+    def label(self) -> str:
+        """Its id on one line."""
+        text = str(self.request_id)
+        text = text if text.isprintable() else repr(text)
+        return text if len(text) <= LABEL_LENGTH else text[: LABEL_LENGTH - 1] + "…"
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Until its first pages; None if it never had any."""
+        return next((span.start - self.queued for span in self.spans if span.state != "waiting"), None)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return next((mark.time - self.queued for mark in self.marks if mark.kind == "first_token"), None)
+
+    @property
+    def _state(self) -> State:
+        if not self._is_resident:
+            return "evicted" if self.num_evictions else "waiting"
+        if self._is_paused:
+            return "paused"
+        if self._num_left > 0:
+            return "recompute" if self.num_evictions else "prefill"
+        return "decode"
+
+    def take(self, moment: Moment, time: float) -> None:
+        """What happened next."""
+        match moment.kind:
+            case "queued":
+                pass
+            case "scheduled":
+                self._close(time)
+                self._is_resident, self._is_paused, self._num_left = True, False, moment.num_tokens
+            case "chunk":
+                if not self._is_paused:
+                    self._close(time, moment.num_tokens)
+                self._num_left -= moment.num_tokens
+            case "paused":
+                self._close(time)
+                self._is_paused = True
+                self.num_pauses += 1
+            case "resumed":
+                self._close(time)
+                self._is_paused = False
+            case "evicted":
+                self._close(time)
+                self._is_resident = self._is_paused = False
+                self.num_evictions += 1
+            case "ended":
+                self._close(time)
+                self.ended, self.end_reason, self.num_output = time, str(moment.detail), moment.num_tokens
+            case kind:
+                self.marks.append(Mark(kind, time, moment.num_tokens))
+
+    def close(self, time: float) -> None:
+        """The journal ends."""
+        if self.ended is None:
+            self._close(time)
+
+    def _close(self, time: float, num_tokens: int = 0) -> None:
+        if time > self._since:
+            self.spans.append(Span(self._state, self._since, time, num_tokens))
+        self._since = time
+
+
+class Timeline:
+    """tracks: in the order of submission. levels: (time, level) whenever it changed."""
+
+    def __init__(self, config: CoreConfig, entries: Iterable[Entry]) -> None:
+        self.config = config
+        self.duration = 0.0
+        self.tracks: list[Track] = []
+        self.num_refused = 0
+        self.steps: list[Step] = []
+        self.levels: list[tuple[float, Level]] = []
+        self.engine_spans: list[EngineSpan] = []
+        self._live: dict[int, Track] = {}
+        self._launched: deque[tuple[StepPlan, float]] = deque()
+        self._engine: tuple[str, float] = (UNREMARKABLE[0], 0.0)
+        """Its state, and since when."""
+        start: float | None = None
+        for entry in entries:
+            start = entry.time if start is None else start
+            self.duration = entry.time - start
+            self._take(entry, self.duration)
+        for track in self._live.values():
+            track.close(self.duration)
+        self._set_engine(UNREMARKABLE[0], self.duration)
+
+    def _take(self, entry: Entry, time: float) -> None:
+        match entry:
+            case Launched(plan) if plan is not None:
+                self._launched.append((plan, time))
+            case Committed():
+                self._commit(time)
+            case Told(moments, level):
+                for moment in moments:
+                    self._tell(moment, time)
+                if not self.levels or level != self.levels[-1][1]:
+                    self.levels.append((time, level))
+                self._set_engine(level.state, time)
+
+    def _commit(self, time: float) -> None:
+        plan, since = self._launched.popleft()
+        start = max(since, self.steps[-1].end if self.steps else since)
+        self.steps.append(Step(plan.step, start, time, len(plan.request), sum(plan.length)))
+
+    def _tell(self, moment: Moment, time: float) -> None:
+        if moment.kind == "refused":
+            self.num_refused += 1
+            return
+        if moment.kind == "queued":
+            self._live[moment.ticket] = track = Track(moment, time)
+            self.tracks.append(track)
+        self._live[moment.ticket].take(moment, time)
+        if moment.kind == "ended":
+            del self._live[moment.ticket]
+
+    def _set_engine(self, state: str, time: float) -> None:
+        before, since = self._engine
+        if state != before:
+            if before not in UNREMARKABLE:
+                self.engine_spans.append(EngineSpan(before, since, time))
+            self._engine = (state, time)
