@@ -28,6 +28,11 @@ class Control:
         """Whether somebody waits for `settle`."""
         return bool(self._unanswered)
 
+    @property
+    def unanswered(self) -> list[int]:
+        """Tickets of pauses and stops that wait."""
+        return list(self._unanswered)
+
     def may_admit(self, arrival: int) -> bool:
         return self._barrier is None or arrival < self._barrier
 

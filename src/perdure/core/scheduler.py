@@ -20,12 +20,12 @@ from perdure.api.errors import InvalidValue, PerdureError, QueueFull, StateError
 from perdure.api.event import Event, Failure, FinishReason, StopMatch
 from perdure.api.moment import MomentKind
 from perdure.api.output import Stats
-from perdure.api.plan import StepOutput, StepPlan
+from perdure.api.plan import DeviceRow, StepOutput, StepPlan
 from perdure.api.request import Request, RequestId
 from perdure.core import budget, checkpoint, preempt
 from perdure.core.admission import admit
 from perdure.core.control import Control
-from perdure.core.draft import PlanDraft
+from perdure.core.draft import PlanDraft, row_settings
 from perdure.core.lifecycle import EngineState, Status
 from perdure.core.pages import PagePool
 from perdure.core.prefix import ROOT, PrefixIndex
@@ -437,8 +437,43 @@ class Scheduler:
             num_generated_tokens=counters.num_generated_tokens,
         )
 
+    def device_rows(self) -> list[DeviceRow]:
+        """What the device must hold of every resident request, when no step is in flight."""
+        assert not self._steps_in_flight
+        rows = []
+        for state in self._residents:
+            decodes = state.num_computed >= state.prefill_end
+            last_token = state.tokens[state.num_computed] if decodes else None
+            settings = row_settings(state, self.config.vocab_size)
+            rows.append(DeviceRow(settings, state.num_computed, last_token, list(state.pages)))
+        return rows
+
+    @property
+    def live_tickets(self) -> list[int]:
+        """Whoever submitted these waits for an end."""
+        return [state.request.ticket for state in self._live.values()]
+
+    @property
+    def unanswered(self) -> list[int]:
+        """Control commands that will be answered later."""
+        return self._control.unanswered
+
+    def check_idle(self) -> None:
+        """With nobody live and nothing in flight nothing is held. Costs nothing; raises AssertionError."""
+        if self._live or self._steps_in_flight:
+            return
+        lost = self._pool.num_pages - self._pool.num_free
+        assert not lost, f"{lost} of {self._pool.num_pages} pages are held by nobody"
+        assert self._slots.num_free == self._slots.num_slots, "a device row is held by nobody"
+        kept = len(self._states) + len(self._residents) + len(self._waiting)
+        assert not kept, f"{kept} entries are kept of requests that have ended"
+
     def check(self) -> None:
         """Everything is accounted for; for debugging and tests. Raises AssertionError."""
+        self.check_idle()
+        self._prefix.check(self._pool.is_published)
+        for state in self._live.values():
+            state.check()
         self._pool.check([state.pages for state in self._residents])
         assert [s.order for s in self._residents] == sorted(s.order for s in self._residents)
         assert [s.order for s in self._waiting] == sorted(s.order for s in self._waiting)

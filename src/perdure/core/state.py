@@ -118,6 +118,17 @@ class RequestState:
             return 0
         return self.stops.prompt_length - 1 - self.prompt_scores.num_scored
 
+    def check(self) -> None:
+        """What belongs to a position is there for each, and for none twice. Raises AssertionError."""
+        known = len(self.tokens)
+        assert 0 <= self.num_computed <= self.num_planned <= max(known + self.in_flight, self.num_computed)
+        assert self.prompt_length <= known and self.num_output <= self.stops.max_output
+        if self.scores is not None:
+            assert self.scores.num_scored == self.num_output
+        if self.prompt_scores is not None:
+            num_scored = self.prompt_scores.num_scored
+            assert num_scored <= self.prompt_length - 1 and not (self.num_output and self.num_prompt_scores_missing)
+
     def record(self, reason: FinishReason, stop: StopMatch | None, failure: Failure | None) -> Record:
         """The one place where a result is built from a request; everything in it is a copy."""
         return Record(

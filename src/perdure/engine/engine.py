@@ -106,6 +106,7 @@ class Engine:
             steps_in_flight=config.steps_in_flight,
             journal=journal,
             check=config.check_integrity,
+            audit=self._audit,
         )
         self._thread = threading.Thread(target=self._run, name="perdure-loop", daemon=True)
         self._threads = (self._thread, device.thread)
@@ -166,7 +167,7 @@ class Engine:
             if self._dead is not None:
                 raise EngineDead(str(self._dead))
             self._receivers.update(receivers)
-        self._inbox.put(*commands)
+            self._inbox.put(*commands)
 
     def close(self) -> None:
         """End every request with what it has, and the threads, and give memory back. Harmless when done twice.
@@ -201,6 +202,15 @@ class Engine:
         self.resolved.runner.release()
         del self._loop
 
+    def _audit(self) -> None:
+        """Whoever waits waits for something: a live request, a question not answered yet, or what lies in the inbox."""
+        scheduler = self._loop.scheduler
+        with self._lock:
+            waiters = sorted(self._receivers)
+            coming = [ticket for command in self._inbox.waiting for ticket in _tickets_of(command)]
+        expected = sorted({*scheduler.live_tickets, *scheduler.unanswered, *coming})
+        assert waiters == expected, f"tickets {waiters} wait, {expected} will be answered"
+
     def _timed(self, taken: ev.Taken, time: float) -> ev.Taken:
         """The core has no clock: a request's times are known here."""
         receiver = self._receivers[taken.request_ticket]
@@ -215,6 +225,13 @@ class Engine:
             receiver = self._receivers.pop(event.ticket) if last else self._receivers[event.ticket]
             with _logging_faults():
                 receiver.deliver(event, time)
+
+
+def _tickets_of(command: cmd.Command) -> list[int]:
+    """Of whoever gets an answer to it."""
+    if isinstance(command, cmd.Submit):
+        return [command.request.ticket]
+    return [] if isinstance(command, cmd.Abort) else [command.ticket]
 
 
 @contextlib.contextmanager

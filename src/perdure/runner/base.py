@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from perdure.api.plan import StepOutput, StepPlan
+from perdure.api.plan import DeviceRow, StepOutput, StepPlan
 
 
 class Ticket(Protocol):
@@ -24,6 +25,10 @@ class Device(Protocol):
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Hand over a step and return at once."""
+        ...
+
+    def check(self, rows: Sequence[DeviceRow]) -> None:
+        """Compare the device's rows with the core's account of them; no step is in flight. Raises AssertionError."""
         ...
 
     def close(self) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, RowInit, ScoreColumns, StepOutput, StepPlan
+from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, DeviceRow, RowInit, ScoreColumns, StepOutput, StepPlan
 
 _MASK = 2**63 - 1
 _DIRT = np.uint64(2**64 - 1)
@@ -88,6 +88,13 @@ class FakeDevice:
         ticket = FakeTicket(self, received)
         self._queue.append(ticket)
         return ticket
+
+    def check(self, rows: Sequence[DeviceRow]) -> None:
+        for row in rows:
+            slot = row.settings.slot
+            assert self._settings[slot] == row.settings and self._tables[slot] == row.pages
+            assert self._position[slot] == row.position
+            assert row.last_token is None or self._last_token[slot] == row.last_token
 
     def close(self) -> None:
         self._queue.clear()

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
+from perdure.api.plan import DeviceRow, ScoreColumns, StepOutput, StepPlan
 from perdure.models.base import Model
 from perdure.ops.attention import CacheShape, make_attention
 from perdure.ops.kv_write import plan_kv_write
@@ -81,6 +81,11 @@ class Runner:
         output = self._run(plan) if not failed else with_rows(self._run(without_rows(plan, failed)), failed, plan)
         self._failed.update((plan.slot[row], message) for row, message in output.errors)
         return output
+
+    def check(self, rows: Iterable[DeviceRow]) -> None:
+        """The device rows hold what the core says they do. Raises AssertionError."""
+        for row in rows:
+            self._rows.check(row)
 
     def fail(self, slots: Iterable[int], message: str) -> None:
         """The rows in these slots hold nothing to go on from: they fail in steps launched already, and write nothing,

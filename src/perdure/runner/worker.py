@@ -8,9 +8,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from queue import SimpleQueue
 
-from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
+from perdure.api.plan import DeviceRow, ScoreColumns, StepOutput, StepPlan
 from perdure.runner.runner import Runner
 
 
@@ -49,6 +50,9 @@ class ThreadedRunner:
         ticket = StepTicket()
         self._steps.put((plan, ticket))
         return ticket
+
+    def check(self, rows: Sequence[DeviceRow]) -> None:
+        self._runner.check(rows)
 
     def close(self) -> None:
         """Run what was launched, then end the thread. Closing twice is closing once."""
