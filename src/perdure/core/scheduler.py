@@ -148,8 +148,13 @@ class Scheduler:
             failure = Failure.of(InvalidValue(f"{name} is not live: it has ended, or never began"))
             self._events.append(ev.Done(asked.ticket, failure=failure))
             return
+        try:
+            taken = checkpoint.take(state, self.config.fingerprint)
+        except Exception as error:  # want of memory, say: taking only reads, so the request is as it was
+            failure = Failure(StateError.__name__, f"no checkpoint could be made: {type(error).__name__}: {error}")
+            self._events.append(ev.Done(asked.ticket, failure=failure))
+            return
         self._note(state, "checkpoint", state.num_output)
-        taken = checkpoint.take(state, self.config.fingerprint)
         self._events.append(ev.Taken(asked.ticket, state.request.ticket, taken))
         if asked.end:
             self._end(state, Status.ABORTED, "abort")

@@ -83,6 +83,17 @@ class Handle:
 
     def take(self, event: Event | PerdureError) -> None:
         """What became of the request, on the caller's loop."""
+        if self._result.done():
+            return
+        try:
+            self._take(event)
+        except Exception as error:  # a part could not be made: whoever waits hears of it, and nothing more is computed
+            self._result.set_exception(error)
+            self._parts.put_nowait(None)
+            with contextlib.suppress(PerdureError):
+                self.abort()
+
+    def _take(self, event: Event | PerdureError) -> None:
         match event:
             case ev.Progress(_, _, token_ids, scores):
                 assert self._builder is not None

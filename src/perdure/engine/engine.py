@@ -146,7 +146,7 @@ class Engine:
 
     def checkpoint(self, request_id: RequestId | None, end: bool, request_ticket: int | None = None) -> Future[object]:
         """A checkpoint of a live request, by its id or else by its ticket."""
-        if request_id is not None:
+        if request_ticket is None:
             checked_id(request_id)
         if not isinstance(end, bool):
             raise InvalidValue(f"end={end!r} is not a bool")

@@ -144,6 +144,8 @@ class LLM:
         try:
             head = token_ids_of(prompt, self.tokenizer)[0]
         except InvalidValue:
+            if isinstance(prompt, Checkpoint):
+                raise
             return prompt
         return {"prompt_token_ids": head + tail if head else []}
 

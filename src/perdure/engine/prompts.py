@@ -39,7 +39,7 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int]
     """A prompt's ids, and its text if text was given. Raises `InvalidValue`."""
     prompt = _plain(prompt)
     if isinstance(prompt, Checkpoint):
-        raise InvalidValue("a checkpoint goes on as it began: it is no prompt to be scored or laid out")
+        raise InvalidValue("a checkpoint goes on as it began: it is no prompt to be scored")
     if isinstance(prompt, Mapping):
         unknown = [name for name in prompt if name not in _FIELDS]
         given = [name for name in _FIELDS if prompt.get(name) is not None]
@@ -83,8 +83,7 @@ def params_for(
     if given is None or isinstance(given, SamplingParams):
         if given is not None and continues and all(continues):
             raise InvalidValue("sampling_params is given, but a checkpoint goes on with the settings it began with")
-        shared = SamplingParams() if given is None else given
-        found: list[SamplingParams | None] = [None if one else shared for one in continues]
+        found: list[SamplingParams | None] = [None if one else given or SamplingParams() for one in continues]
     else:
         found = list(given)
     if len(found) != len(prompts):
@@ -124,7 +123,7 @@ def name_for(prompt: Prompt, given: RequestId | None, make_name: Callable[[], st
     return prompt.request_id if isinstance(prompt, Checkpoint) else make_name()
 
 
-def checked_id(request_id: RequestId) -> RequestId:
+def checked_id(request_id: RequestId | None) -> RequestId:
     if isinstance(request_id, bool) or not isinstance(request_id, (str, int)):
         raise InvalidValue(f"request_id={request_id!r} is neither a str nor an int")
     if abs(request_id) > MAX_INTEGER if isinstance(request_id, int) else not is_unicode(request_id):
