@@ -17,6 +17,7 @@ import pytest
 from perdure import LLM, Checkpoint, InvalidValue, SamplingParams
 from perdure.api.output import RequestOutput
 from perdure.engine.async_llm import Handle
+from perdure.engine.prompts import Prompt
 from perdure.models.tiny import make_tiny_llama
 from tests.engine.conftest import MakeAsync, MakeLLM, Solo
 from tests.engine.helpers import (
@@ -41,15 +42,25 @@ X = prompt(37)
 
 
 def taken(llm: LLM, ids: list[int], params: SamplingParams, after: int, end: bool) -> tuple[Checkpoint, RequestOutput]:
-    """A checkpoint when so many steps have run, and what its request gave."""
+    """A checkpoint when so many steps of a request have run, and what the request gave."""
+    return cut(llm, ids, params, after, end)
+
+
+def cut(
+    llm: LLM, given: Prompt, params: SamplingParams | None, after: int, end: bool
+) -> tuple[Checkpoint, RequestOutput]:
+    """The same of a request that may go on from a checkpoint itself."""
+    llm.pause()  # until nothing is in flight of those before
     brake = Brake(llm._engine)
     brake.hold(after)
-    call = in_thread(lambda: llm.generate([ids], params, request_ids=["A"]))
-    brake.wait_until_held()
-    asked = in_thread(lambda: llm.checkpoint("A", end))
-    time.sleep(0.01)
-    brake.release()
-    found = asked()
+    llm.resume()
+    call = in_thread(lambda: llm.generate([given], params, request_ids=["A"]))
+    try:
+        brake.wait_until_held()
+        asked = llm._engine.checkpoint("A", end)
+    finally:
+        brake.release()
+    found = asked.result(timeout=60)
     assert isinstance(found, Checkpoint)
     return found, call()[0]
 
@@ -136,6 +147,7 @@ def test_a_stream_that_goes_on_begins_with_all_it_has(kind: Any, depth: int, mak
         first.abort()
         second = llm.submit(prompt(5), params, request_id="A")
         gone, kept = (asyncio.ensure_future(handle.checkpoint(end=True)) for handle in (first, second))
+        await asyncio.sleep(0)
         brake.release()
         with pytest.raises(InvalidValue, match="is not live"):
             await gone
@@ -164,6 +176,7 @@ def test_a_stream_goes_on_with_its_first_part_at_once(make_async: MakeAsync, sol
         first: Handle = llm.submit(X, MODES["drawn"], request_id="A")
         await held(brake)
         asked = asyncio.ensure_future(llm.checkpoint("A", end=True))
+        await asyncio.sleep(0)
         brake.release()
         found = await asked
         assert found.num_output >= 7
