@@ -18,6 +18,7 @@ PUBLIC = {
     "ModelLoadError": "perdure.api.errors",
     "ModelNotFound": "perdure.api.errors",
     "StateError": "perdure.api.errors",
+    "DeviceError": "perdure.api.errors",
     "QueueFull": "perdure.api.errors",
     "EngineDead": "perdure.api.errors",
     "StepFailed": "perdure.api.errors",

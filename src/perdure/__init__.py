@@ -22,6 +22,7 @@ __all__ = [
     "ModelLoadError",
     "ModelNotFound",
     "StateError",
+    "DeviceError",
     "QueueFull",
     "EngineDead",
     "StepFailed",
@@ -44,6 +45,7 @@ _HOMES = {
     "ModelLoadError": "perdure.api.errors",
     "ModelNotFound": "perdure.api.errors",
     "StateError": "perdure.api.errors",
+    "DeviceError": "perdure.api.errors",
     "QueueFull": "perdure.api.errors",
     "EngineDead": "perdure.api.errors",
     "StepFailed": "perdure.api.errors",
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from perdure.api.checkpoint import Checkpoint
     from perdure.api.config import EngineConfig
     from perdure.api.errors import (
+        DeviceError,
         EngineDead,
         InvalidValue,
         JournalError,

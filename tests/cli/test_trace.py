@@ -28,7 +28,7 @@ def test_trace_prints_a_row_a_request(perdure, journal):
     done = perdure("trace", journal)
     assert done.code == 0 and done.err.count("\n") == 1 and "https://ui.perfetto.dev" in done.err
     rows = rows_of(done.out)
-    assert [row["request"] for row in rows] == ["request-0", "request-1", "request-2"]
+    assert len({row["request"] for row in rows}) == 3
     for row in rows:
         assert (row["tokens"], row["end"]) == ("40", "length")
         assert 0 <= float(row["queued"]) < float(row["first token"])
@@ -40,7 +40,7 @@ def test_trace_writes_beside_the_run_unless_told_where(perdure, journal, tmp_pat
     chrome, picture = (journal.with_name(f"{journal.name}{ending}") for ending in (".json", ".svg"))
     events = json.loads(chrome.read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
-    assert names == ["steps", "request-0", "request-1", "request-2"]
+    assert names[0] == "steps" and len(set(names)) == 4
     assert {"prefill", "decode", "evicted", "recompute"} <= {event["name"] for event in events if event["ph"] == "X"}
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
     given = tmp_path / "a.json", tmp_path / "b.svg"

@@ -64,7 +64,8 @@ def going_on(bench: Bench, checkpoint: Checkpoint, request_id: str = "again") ->
     wire = msgspec.msgpack.encode(Submit(checkpoint.as_request(request_id, 5, False), checkpoint))
     sent = msgspec.msgpack.decode(wire, type=Submit)
     assert sent.checkpoint == checkpoint
-    return readmit(sent.request, sent.checkpoint, 77, bench.config, lambda request: Letters())
+    fingerprint = bench.scheduler.fingerprint
+    return readmit(sent.request, sent.checkpoint, 77, fingerprint, bench.config, lambda request: Letters())
 
 
 @pytest.fixture
@@ -78,8 +79,8 @@ def lived() -> tuple[Bench, RequestState]:
         bench.step()
     (state,) = bench.scheduler._residents
     state.num_cached, state.num_pauses, state.num_evictions, state.num_checkpoints = 8, 2, 3, 4
-    state.exact = False
-    state.tried_at = 9
+    state.exact, state.epochs = False, [(0, 3), (2, 7)]
+    state.tried_at, state.paused_at, state.replay = 9, 5, 2
     bench.launch()
     assert state.in_flight and state.num_output == 4 and state.pages and state.num_computed < state.num_planned
     return bench, state

@@ -1,10 +1,10 @@
 """The index: exact keys, parents first, and never a key under a forgotten parent."""
 
-from perdure.core.prefix import ROOT, PrefixIndex
+from perdure.core.prefix import PrefixIndex
 
 
 def publish(index: PrefixIndex, tokens: list[int], pages: list[int]) -> list[bool]:
-    parent, new = ROOT, []
+    parent, new = index.root, []
     for i, page in enumerate(pages):
         parent, is_new = index.publish(parent, tokens[2 * i : 2 * i + 2], page)
         new.append(is_new)

@@ -217,6 +217,52 @@ def until_stats(llm: LLM, holds: Callable[[Stats], bool]) -> None:
     until(lambda: holds(llm.stats()))
 
 
+# The pool's memory
+
+
+class PoolWatch:
+    """What the pool held when it was copied out, and what after it came back."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._kv = engine.resolved.runner._kv
+        self._offload, self._restore = self._kv.offload, self._kv.restore
+        self.before: dict[int, bytes] = {}
+        self.after: dict[int, bytes] = {}
+        self._kv.offload = self._offloaded  # type: ignore[method-assign]
+        self._kv.restore = self._restored  # type: ignore[method-assign]
+
+    @property
+    def address(self) -> int:
+        return self._kv._pool.data_ptr()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of the pool's range of addresses, what the process has memory for."""
+        begin, end = self.address, self.address + self._kv.num_bytes
+        total = 0
+        inside = False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            head = line.split(maxsplit=1)[0]
+            if "-" in head and not head.endswith(":"):
+                low, high = (int(part, 16) for part in head.split("-"))
+                inside = low < end and high > begin
+            elif inside and head == "Rss:":
+                total += int(line.split()[1]) * 1024
+        return total
+
+    def pages(self, pages: Sequence[int]) -> dict[int, bytes]:
+        """Their bytes."""
+        return {page: self._kv._pool[:, :, :, page].contiguous().numpy().tobytes() for page in pages}
+
+    def _offloaded(self, pages: Sequence[int]) -> None:
+        self.before = self.pages(pages)
+        self._offload(pages)
+
+    def _restored(self, pages: Sequence[int]) -> None:
+        self._restore(pages)
+        self.after = self.pages(pages)
+
+
 # Models
 
 

@@ -41,7 +41,8 @@ class Oracle:
     def __init__(self, directory: Path) -> None:
         from transformers import LlamaForCausalLM
 
-        self._model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        # In float64, so that what is seen is our rounding alone: in fp32 the oracle's own error here is as large.
+        self._model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> Tensor:

@@ -87,7 +87,7 @@ def greedy(model: Model, prompt_ids: Sequence[int], num_tokens: int) -> list[int
     while len(output) < num_tokens:
         hidden = model.forward(torch.tensor(fed), torch.arange(start, start + len(fed)), attend)
         start += len(fed)
-        fed = [clear_best(model.logits(hidden[-1]))]
+        fed = [clear_best(model.logits(hidden[-1:])[0])]
         output += fed
     return output
 

@@ -56,7 +56,7 @@ def test_pieces_give_what_the_whole_gives(tmp_path, shape):
     torch.testing.assert_close(logits_in_chunks(model, ids, [7, 30, 1, 22]), whole, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["plain", "reference", "invariant"])
+@pytest.mark.parametrize("form", ["packed", "plain", "reference", "invariant"])
 def test_other_forms_of_linear_layer_give_the_same(tmp_path, form):
     directory = make_tiny_llama(tmp_path)
     ids = _ids(50)

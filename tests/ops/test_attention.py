@@ -1,4 +1,4 @@
-"""Forms of attention agree with the reference; the tiled form gives a query the same bits whatever comes with it."""
+"""Forms of attention agree with the reference; the invariant ones give a query the same bits whatever comes with it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["native", "tiled"])
+def form(request: pytest.FixtureRequest) -> str:
+    """The invariant forms."""
+    return request.param
 
 
 class Pool:
@@ -78,14 +84,14 @@ class Pool:
         return list(out.clone()[: len(out) - padding].split([length for _, _, length in spans]))
 
 
-def in_chunks(pool: Pool, request: int, length: int, size: int) -> torch.Tensor:
+def in_chunks(pool: Pool, form: str, request: int, length: int, size: int) -> torch.Tensor:
     """One request alone, chunk by chunk."""
     spans = [(request, start, min(size, length - start)) for start in range(0, length, size)]
-    return torch.cat([pool.run("tiled", [span])[0] for span in spans])
+    return torch.cat([pool.run(form, [span])[0] for span in spans])
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("form", ["tiled", "plain"])
+@pytest.mark.parametrize("form", ["native", "tiled", "plain"])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_equals_the_reference(form, heads, page_size):
     pool = Pool(heads, page_size, [70, 1, 64, 9, 130])
@@ -96,73 +102,79 @@ def test_equals_the_reference(form, heads, page_size):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_bits_do_not_depend_on_the_chunking(heads, page_size):
+def test_bits_do_not_depend_on_the_chunking(form, heads, page_size):
     pool = Pool(heads, page_size, [150])
-    whole = pool.run("tiled", [(0, 0, 150)])[0]
+    whole = pool.run(form, [(0, 0, 150)])[0]
     for size in (7, 32, 64):
-        assert torch.equal(in_chunks(pool, 0, 150, size), whole), f"chunks of {size}"
-    decoded = pool.run("tiled", [(0, position, 1) for position in range(150)])
+        assert torch.equal(in_chunks(pool, form, 0, 150, size), whole), f"chunks of {size}"
+    decoded = pool.run(form, [(0, position, 1) for position in range(150)])
     assert torch.equal(torch.cat(decoded), whole)
     for position in (0, 1, 63, 64, 149):
-        assert torch.equal(pool.run("tiled", [(0, position, 1)])[0], whole[position : position + 1])
+        assert torch.equal(pool.run(form, [(0, position, 1)])[0], whole[position : position + 1])
 
 
-def test_bits_do_not_depend_on_blocks_of_a_long_prompt():
+def test_bits_do_not_depend_on_blocks_of_a_long_prompt(form):
     pool = Pool((9, 3, 64), 16, [1100])
-    whole = pool.run("tiled", [(0, 0, 1100)])[0]
+    whole = pool.run(form, [(0, 0, 1100)])[0]
     for start in (0, 63, 511, 777, 1023, 1099):
-        assert torch.equal(pool.run("tiled", [(0, start, 1)])[0], whole[start : start + 1])
-    assert torch.equal(pool.run("tiled", [(0, 500, 600)])[0], whole[500:])
+        assert torch.equal(pool.run(form, [(0, start, 1)])[0], whole[start : start + 1])
+    assert torch.equal(pool.run(form, [(0, 500, 600)])[0], whole[500:])
 
 
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
-def test_bits_do_not_depend_on_the_neighbours():
+def test_bits_do_not_depend_on_the_neighbours(form):
     lengths = [150, 3, 64, 65, 700, 128, 20, 149]
     pool = Pool((9, 3, 64), 16, lengths)
-    alone = [pool.run("tiled", [(request, length - 1, 1)])[0] for request, length in enumerate(lengths)]
+    alone = [pool.run(form, [(request, length - 1, 1)])[0] for request, length in enumerate(lengths)]
     decode = [(request, length - 1, 1) for request, length in enumerate(lengths)]
-    for ours, expected in zip(pool.run("tiled", decode), alone):
+    for ours, expected in zip(pool.run(form, decode), alone):
         assert torch.equal(ours, expected)
     mixed = [(4, 600, 100), *decode[:3], (5, 100, 28), *decode[6:]]
-    together = pool.run("tiled", mixed, padding=5)
+    together = pool.run(form, mixed, padding=5)
     assert all(torch.equal(ours[-1:], alone[span[0]]) for ours, span in zip(together, mixed))
     many = [(request % 8, lengths[request % 8] - 1, 1) for request in range(40)]
-    assert all(torch.equal(ours, alone[span[0]]) for ours, span in zip(pool.run("tiled", many), many))
+    assert all(torch.equal(ours, alone[span[0]]) for ours, span in zip(pool.run(form, many), many))
 
 
-def test_bits_do_not_depend_on_the_page_size_within_a_tile():
+def test_bits_do_not_depend_on_the_page_size_within_a_tile(form):
     """Pages of 1 to 64 share a tile of 64 positions."""
-    whole = [Pool((9, 3, 64), page_size, [150]).run("tiled", [(0, 0, 150)])[0] for page_size in PAGE_SIZES]
+    whole = [Pool((9, 3, 64), page_size, [150]).run(form, [(0, 0, 150)])[0] for page_size in PAGE_SIZES]
     assert all(torch.equal(other, whole[0]) for other in whole)
 
 
-def test_a_page_size_that_divides_no_tile_is_exact_too():
+def test_pages_of_any_size_give_the_native_form_the_same_bits():
+    whole = [Pool((9, 3, 64), page_size, [150]).run("native", [(0, 0, 150)])[0] for page_size in (1, 7, 16, 100, 256)]
+    assert all(torch.equal(other, whole[0]) for other in whole)
+
+
+def test_a_page_size_that_divides_no_tile_is_exact_too(form):
     pool = Pool((4, 2, 16), 7, [150])
-    whole = pool.run("tiled", [(0, 0, 150)])[0]
+    whole = pool.run(form, [(0, 0, 150)])[0]
     torch.testing.assert_close(whole, pool.run("reference", [(0, 0, 150)])[0], atol=1e-5, rtol=1e-5)
-    assert torch.equal(in_chunks(pool, 0, 150, 11), whole)
+    assert torch.equal(in_chunks(pool, form, 0, 150, 11), whole)
 
 
-def test_a_neighbours_nan_stays_with_it():
+def test_a_neighbours_nan_stays_with_it(form):
     pool = Pool((4, 2, 16), 16, [100, 40])
     spans = [(0, 99, 1), (1, 39, 1)]
-    clean = pool.run("tiled", spans)[1]
+    clean = pool.run(form, spans)[1]
     pool.cache[:, :, pool.table[0, 0]] = float("nan")
-    poisoned = pool.run("tiled", spans)
+    poisoned = pool.run(form, spans)
     assert poisoned[0].isnan().all() and torch.equal(poisoned[1], clean)
 
 
-def test_the_past_alone_counts():
+def test_the_past_alone_counts(form):
     """Changing what lies after a query changes no bit of it."""
     pool = Pool((4, 2, 16), 16, [100])
-    before = pool.run("tiled", [(0, 0, 80)])[0]
+    before = pool.run(form, [(0, 0, 80)])[0]
     pool.cache[:, :, pool.table[0, 5]] = 1e3  # positions 80 to 95
-    assert torch.equal(pool.run("tiled", [(0, 0, 80)])[0], before)
+    assert torch.equal(pool.run(form, [(0, 0, 80)])[0], before)
 
 
 @pytest.mark.parametrize(
     ("form", "kind"),
-    [("tiled", kind) for kind in KINDS] + [("plain", kind) for kind in KINDS if "softcap" not in KINDS[kind]],
+    [(form, kind) for form in ("native", "tiled") for kind in KINDS]
+    + [("plain", kind) for kind in KINDS if "softcap" not in KINDS[kind]],
 )
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64])
 def test_windows_and_soft_caps_equal_the_reference(form, page_size, kind):
@@ -174,31 +186,31 @@ def test_windows_and_soft_caps_equal_the_reference(form, page_size, kind):
 
 @pytest.mark.parametrize(("heads", "page_size"), [(HEADS[0], 16), (HEADS[1], 3), (HEADS[2], 1)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_do_not_depend_on_the_chunking_with_windows_and_soft_caps(heads, page_size, kind):
+def test_bits_do_not_depend_on_the_chunking_with_windows_and_soft_caps(form, heads, page_size, kind):
     pool = Pool(heads, page_size, [333], **KINDS[kind])
-    whole = pool.run("tiled", [(0, 0, 333)])[0]
+    whole = pool.run(form, [(0, 0, 333)])[0]
     for size in (7, 32, 64):
-        assert torch.equal(in_chunks(pool, 0, 333, size), whole), f"chunks of {size}"
+        assert torch.equal(in_chunks(pool, form, 0, 333, size), whole), f"chunks of {size}"
     for start in (1, 63, 65, 130, 200):
-        assert torch.equal(pool.run("tiled", [(0, start, 333 - start)])[0], whole[start:]), f"from {start}"
-    decoded = pool.run("tiled", [(0, position, 1) for position in range(333)])
+        assert torch.equal(pool.run(form, [(0, start, 333 - start)])[0], whole[start:]), f"from {start}"
+    decoded = pool.run(form, [(0, position, 1) for position in range(333)])
     assert torch.equal(torch.cat(decoded), whole)
     for position in (0, 1, 63, 64, 191, 332):
-        assert torch.equal(pool.run("tiled", [(0, position, 1)])[0], whole[position : position + 1])
+        assert torch.equal(pool.run(form, [(0, position, 1)])[0], whole[position : position + 1])
 
 
-def test_what_a_window_left_behind_is_not_read():
+def test_what_a_window_left_behind_is_not_read(form):
     """Pages wholly before the tile that the window begins in may hold anything, even NaN."""
     pool = Pool((4, 2, 16), 16, [400], window=50)
-    before = [pool.run("tiled", [span])[0] for span in ((0, 399, 1), (0, 330, 70))]
+    before = [pool.run(form, [span])[0] for span in ((0, 399, 1), (0, 330, 70))]
     pool.cache[:, :, pool.table[0, :16]] = float("nan")  # the window of 330 begins at 281, in the tile from 256 on
-    after = [pool.run("tiled", [span])[0] for span in ((0, 399, 1), (0, 330, 70))]
+    after = [pool.run(form, [span])[0] for span in ((0, 399, 1), (0, 330, 70))]
     assert all(torch.equal(ours, expected) for ours, expected in zip(after, before))
 
 
 def test_an_unknown_or_unfit_backend_is_refused():
     shape, layer = CacheShape(4, 2, 16, 4, 16), LayerAttention(0.25)
-    with pytest.raises(ValueError, match="attention_backend='flash' is none of auto, plain, reference, tiled"):
+    with pytest.raises(ValueError, match="attention_backend='flash' is none of auto, native, tiled, plain, reference"):
         make_attention("flash", shape, layer, batch_invariant=True)
     with pytest.raises(ValueError, match="'plain' is not batch invariant"):
         make_attention("plain", shape, layer, batch_invariant=True)

@@ -21,7 +21,7 @@ def solo(model, ids, num_new, **settings):
     return first.tokens + (driver.decode([0], num_new - 1)[0] if num_new > 1 else []), first
 
 
-@pytest.mark.parametrize("backend", ["tiled", "plain", "reference"])
+@pytest.mark.parametrize("backend", ["native", "tiled", "plain", "reference"])
 def test_greedy_equals_a_dense_forward(model, backend):
     driver = Driver(model, batch_invariant=backend != "plain", attention_backend=backend)
     assert driver.runner.attention_backend == backend

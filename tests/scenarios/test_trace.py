@@ -14,8 +14,9 @@ import pytest
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.errors import JournalError
-from perdure.core.journal import Journal, Told, read
-from perdure.trace.picture import MOST_ROWS, STATES, WIDTH
+from perdure.api.plan import StepPlan
+from perdure.core.journal import Journal, Launched, Told, read
+from perdure.trace.picture import LETTER, MOST_ROWS, STATES, WIDTH
 from perdure.trace.timeline import Timeline, Track
 from perdure.trace.trace import Trace
 from tests.scenarios.scripted import Stage, counting
@@ -81,10 +82,11 @@ def test_a_trace_agrees_with_the_scheduler(depth: int) -> None:
                 check_track(track, life.ended[ticket])
             seen.update(span.state for span in track.spans)
         check_levels(timeline)
-        check_steps(timeline, life.scheduler.stats().num_steps)
-        seen.update(span.state for span in timeline.engine_spans)
+        entries = read(io.BytesIO(file.getvalue()))[1]
+        check_steps(timeline, [entry.plan for entry in entries if isinstance(entry, Launched) and entry.plan])
+        seen.update(f"engine_{span.state}" for span in timeline.engine_spans)
     witness(f"trace-lives-depth-{depth}", **seen)
-    assert set(seen) == set(STATES)
+    assert {*STATES, "engine_paused"} <= set(seen)
 
 
 def check_track(track: Track, result: ev.Record) -> None:
@@ -94,8 +96,8 @@ def check_track(track: Track, result: ev.Record) -> None:
     borders = [track.queued, *(span.end for span in track.spans)]
     assert [span.start for span in track.spans] == borders[:-1] and borders[-1] == track.ended
     states = [span.state for span in track.spans]
-    assert states.count("paused") <= result.num_pauses and states.count("evicted") <= result.num_evictions
-    if not result.num_evictions:
+    assert states.count("paused") <= result.num_pauses and states.count("evicted") <= track.num_puts_back
+    if not track.num_puts_back:
         assert not {"evicted", "recompute"} & set(states)
         if not result.num_pauses and result.finish_reason in ("stop", "length") and states:
             known = len(result.prompt_token_ids) - (not result.token_ids)  # scored only: the last one is not computed
@@ -112,9 +114,9 @@ def check_levels(timeline: Timeline) -> None:
     assert timeline.levels[-1][1].num_free_pages == timeline.config.num_pages
 
 
-def check_steps(timeline: Timeline, num_steps: int) -> None:
+def check_steps(timeline: Timeline, plans: list[StepPlan]) -> None:
     steps = timeline.steps
-    assert [step.number for step in steps] == list(range(num_steps))
+    assert [(step.number, step.num_rows) for step in steps] == [(plan.step, len(plan.request)) for plan in plans]
     assert all(before.end <= step.start < step.end for before, step in itertools.pairwise(steps))
     assert all(step.num_positions >= step.num_rows > 0 for step in steps)
 
@@ -172,13 +174,30 @@ def test_the_picture_shows_every_span_inside_its_frame() -> None:
     assert set(states) == set(STATES)
     for state, count in states.items():
         assert drawn(root, state) == count + 1  # and one in the legend
-    assert drawn(root, "ended") == 4 + 1 and drawn(root, "engine") == 1 + 1 and drawn(root, "pool") == 1
+    assert drawn(root, "ended") == 4 + 1 and drawn(root, "engine paused") == 1 + 1 and drawn(root, "pool") == 1
     assert {"<0> & co", "20 tokens, length", "engine paused", "9 pages", "held"} <= set(texts(root))
     _, _, width, height = map(float, str(root.get("viewBox")).split())
     for shape in root.iter():
         assert 0 <= float(shape.get("x", 0)) <= width and 0 <= float(shape.get("y", 0)) <= height
         assert float(shape.get("x", 0)) + float(shape.get("width", 0)) <= width
     assert width == WIDTH and height < 420
+
+
+def test_long_and_strange_ids_are_one_line_inside_the_frame() -> None:
+    stage = Stage()
+    file = record(stage)
+    for name in ("a" * 24, "b" * 3000, "two\nlines", "\x00\x1b", 7):
+        stage.submit([1, 2, 3], counting(100), request_id=name, max_tokens=4)
+    stage.run()
+    trace = trace_of(file)
+    labels = [track.label for track in trace.timeline.tracks]
+    assert labels == ["a" * 24, "b" * 23 + "…", r"'two\nlines'", r"'\x00\x1b'", "7"]
+    root = ElementTree.fromstring(trace.svg())
+    for text in root.iter(f"{SVG}text"):
+        if text.text in labels:
+            assert float(text.get("x", 0)) - LETTER * len(text.text) >= 0
+    assert set(labels) <= set(texts(root))
+    json.dumps(trace.chrome())
 
 
 def test_a_moment_that_changes_no_state_is_a_mark() -> None:
@@ -249,3 +268,28 @@ def test_what_is_told_costs_a_journal_nothing_when_nothing_changes() -> None:
     stage.run()
     told = [entry for entry in read(io.BytesIO(file.getvalue()))[1] if isinstance(entry, Told)]
     assert 3 <= len(told) <= 5
+
+
+def test_a_suspended_engine_is_a_span_of_its_own_and_what_it_dropped_is_recomputed() -> None:
+    """Nobody is evicted, yet all that had pages wait for new ones, and none is held meanwhile."""
+    stage = Stage(depth=2)
+    file = record(stage)
+    calls = [stage.submit([number] * 20, counting(100), max_tokens=30) for number in range(3)]
+    stage.until(lambda: min(call.num_output for call in calls) > 4)
+    ticket = stage.ticket()
+    stage.inbox.put(cmd.Suspend(ticket, kv="recompute"))
+    stage.until(lambda: ticket in stage.answers)
+    stage.turn(3)
+    stage.resume()
+    stage.run()
+    trace = trace_of(file)
+    span = trace.timeline.engine_spans[-1]
+    assert span.state == "suspended"
+    assert [level.num_free_pages for time, level in trace.timeline.levels if time == span.start] == [320]
+    for track in trace.timeline.tracks:
+        states = [span.state for span in track.spans]
+        assert states == ["waiting", "prefill", "decode", "evicted", "recompute", "decode"]
+        assert track.num_evictions == 0 and state_at(track, span.start) == "evicted"
+    check_levels(trace.timeline)
+    root = ElementTree.fromstring(trace.svg())
+    assert "engine suspended" in texts(root) and drawn(root, "engine suspended") == 2

@@ -5,6 +5,7 @@ Written the slow, obvious way and from the rules, not from the core: stops are s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from perdure.api.config import CoreConfig
@@ -29,7 +30,10 @@ def text_of(token_ids: list[int]) -> str:
     return "".join(PIECES[token % len(PIECES)] for token in token_ids)
 
 
-def expected(request: Request, seed: int, config: CoreConfig) -> Expected:
+def expected(
+    request: Request, seed: int, config: CoreConfig, weights_at: Callable[[int], int] = lambda index: 0
+) -> Expected:
+    """weights_at(output index): the weights that draw this token; the prompt's scores are of those at 0."""
     params, prompt = request.params, request.prompt_token_ids
     room = min(config.max_model_len, config.num_pages * config.page_size) - len(prompt)
     budget = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -50,17 +54,19 @@ def expected(request: Request, seed: int, config: CoreConfig) -> Expected:
         processed_logprobs=False,
     )
     result = Expected()
-    contents = [1]
-    for at, token in enumerate(prompt):
-        if at and params.prompt_logprobs is not None:
-            result.prompt_scores.append(_scored(contents[-1], token, params.prompt_logprobs, config))
-        contents.append(fake.chain(contents[-1], token))
+    contents = _contents(prompt, weights_at(0))
+    if params.prompt_logprobs is not None:
+        for before, token in zip(contents[1:], prompt[1:]):
+            result.prompt_scores.append(_scored(before, token, params.prompt_logprobs, config))
     output = result.token_ids
     for index in range(budget):
+        weights = weights_at(index)
+        if index and weights != weights_at(index - 1):
+            contents = _contents(prompt + output, weights)
         known = sum(contents[1:]) % 2**64 & (2**63 - 1)
         token = fake.draw(known, seed, index, settings, config.vocab_size)
         output.append(token)
-        contents.append(fake.chain(contents[-1], token))
+        contents.append(fake.chain(contents[-1], token, weights))
         if params.logprobs is not None:
             result.scores.append(_scored(known, token, params.logprobs, config))
         result.stop = _stop(output, request, end_ids)
@@ -68,6 +74,14 @@ def expected(request: Request, seed: int, config: CoreConfig) -> Expected:
             result.reason = "stop"
             break
     return result
+
+
+def _contents(tokens: list[int], weights: int) -> list[int]:
+    """What each position holds, after a first number that belongs to none."""
+    contents = [1]
+    for token in tokens:
+        contents.append(fake.chain(contents[-1], token, weights))
+    return contents
 
 
 def _scored(content: int, token: int, count: int, config: CoreConfig) -> tuple[float, list[int], list[float]]:

@@ -16,7 +16,7 @@ from tests.sim.life import Life, PieceCursor
 
 def recorded(seed: int, depth: int) -> tuple[Life, list[object], bytes]:
     life = Life(seed, depth, Counter())
-    life.faulty = False
+    life.faulty = life.faulty_device = False
     file = io.BytesIO()
     life.loop._journal = Journal(file, life.config)
     told: list[object] = []
@@ -37,7 +37,8 @@ def test_replay_is_bit_for_bit(depth: int) -> None:
             return device.launch(plan).wait()
 
         assert replay(io.BytesIO(file), lambda request: PieceCursor()) == told
-        assert replay(io.BytesIO(file), lambda request: PieceCursor(), execute) == told
+        device.staged = life.orders.staged
+        assert replay(io.BytesIO(file), lambda request: PieceCursor(), execute, device.perform) == told
 
 
 def test_a_different_run_is_noticed() -> None:

@@ -14,8 +14,8 @@ FAULTS = {
     "eviction_forgets_the_in_flight_count": (
         "core/scheduler.py",
         2,
-        "        insort(self._waiting, state, key=_order)\n\n    def _admissible",
-        "        insort(self._waiting, state, key=_order); state.in_flight = 0\n\n    def _admissible",
+        "        self._waiting.add(state)\n\n    def _admissible",
+        "        self._waiting.add(state); state.in_flight = 0\n\n    def _admissible",
     ),
     "stop_test_on_the_last_token_only": (
         "core/stopping.py",
@@ -59,6 +59,24 @@ FAULTS = {
         "        self._prefill(state, draft)\n        return True",
         "        self._prefill(state, draft); state.num_computed = state.num_planned; self._publish(state)\n"
         "        return True",
+    ),
+    "cached_keys_that_survive_a_drop_of_the_kv": (
+        "core/scheduler.py",
+        1,
+        "        self._replay_residents()\n        self._clear_cache()",
+        "        self._replay_residents()",
+    ),
+    "a_page_forgotten_when_the_kv_is_copied_out": (
+        "core/pages.py",
+        2,
+        "if self._holders[page] or self._published[page]]",
+        "if self._published[page]]",
+    ),
+    "in_flight_kv_that_survives_other_weights": (
+        "core/scheduler.py",
+        1,
+        '        if in_flight == "recompute":\n            self._replay_residents()\n',
+        "",
     ),
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -42,7 +43,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     tokens: prompt and output, int32, little-endian. max_output: the budget as clipped at first admission.
     scores, prompt_scores: of the output, and of the prompt as far as it was computed. logprobs_mode: as resolved.
     fingerprint: of the engine that took this. exact: False if it crossed unequal ones before.
-    num_checkpoints: how many it has gone on from, with this one. timing: filled in by the engine.
+    num_checkpoints: how many it has gone on from, with this one. epochs: of the weights its output comes from, pairs
+    (first output index, epoch). timing: filled in by the engine.
     """
 
     request_id: RequestId
@@ -62,6 +64,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     num_pauses: int
     num_evictions: int
     num_checkpoints: int
+    epochs: tuple[tuple[int, int], ...] = ()
     timing: Timing = Timing()
 
     def __post_init__(self) -> None:
@@ -73,6 +76,9 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidValue(f"max_output={self.max_output} does not fit an unfinished output of {self.num_output}")
         if not 0 <= self.seed <= MAX_SEED:
             raise InvalidValue(f"seed={self.seed} is out of range: 0 to {MAX_SEED}")
+        firsts = [first for first, _ in self.epochs]
+        if firsts[:1] != [0] * bool(self.num_output) or not all(a < b for a, b in pairwise([*firsts, self.num_output])):
+            raise InvalidValue(f"epochs={list(self.epochs)} do not fit {self.num_output} output tokens")
         _check_scores("scores", self.scores, self.params.logprobs, self.num_output, self.num_output)
         most = self.prompt_length - 1
         least = most if self.num_output else 0
@@ -100,11 +106,6 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     def token_ids(self) -> list[int]:
         """The output so far."""
         return array("i", self.tokens[4 * self.prompt_length :]).tolist()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether anything in it was computed: a token or a score."""
-        return self.num_output > 0 or (self.prompt_scores is not None and self.prompt_scores.num_scored > 0)
 
     def as_request(self, request_id: RequestId, ticket: int, stream: bool) -> Request:
         """The request it was taken of, submitted anew."""

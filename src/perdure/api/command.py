@@ -14,6 +14,11 @@ from perdure.api.checkpoint import Checkpoint
 from perdure.api.request import Request, RequestId
 
 PauseMode = Literal["keep", "wait", "abort"]
+KVMode = Literal["persist", "offload", "recompute"]
+WeightsMode = Literal["keep", "offload", "drop"]
+Tag = Literal["weights", "kv"]
+CachePolicy = Literal["invalidate", "salt", "keep"]
+InFlightPolicy = Literal["recompute", "keep"]
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -56,10 +61,47 @@ class Pause(msgspec.Struct, frozen=True, tag=True, array_like=True):
     mode: PauseMode = "keep"
 
 
-class Resume(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Go on after `Pause`; nothing happens in a running engine."""
+class Suspend(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Stop planning and, once no step is in flight, give memory back until `Resume`. Nothing is submitted meanwhile.
+
+    kv: stays where it is; is copied out and back; or is dropped and computed again. weights: stay, are copied out and
+    back, or are dropped, to be updated before the KV wakes. Nothing happens in a suspended engine.
+    """
 
     ticket: int
+    kv: KVMode = "persist"
+    weights: WeightsMode = "keep"
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Go on after `Pause` or `Suspend`; nothing happens in a running engine.
+
+    tags: what wakes of a suspended engine, None = all. It runs when everything is awake.
+    """
+
+    ticket: int
+    tags: list[Tag] | None = None
+
+
+class Reset(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Begin anew, as after start: empty cache, counts at zero. Refused with requests inside, or while suspended."""
+
+    ticket: int
+
+
+class UpdateWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Load weights that the device was given under this ticket, or with has_weights=False move the epoch alone.
+
+    epoch: the number of these weights in results, None = one more than now. cache: keys are forgotten; are found again
+    only under their own epoch; or stay, and a result that used one is not exact. in_flight: what requests inside have
+    computed is computed again; or stays, and their results are not exact.
+    """
+
+    ticket: int
+    epoch: int | None = None
+    has_weights: bool = True
+    cache: CachePolicy = "invalidate"
+    in_flight: InFlightPolicy = "recompute"
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -80,4 +122,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ticket: int
 
 
-Command = Submit | Abort | TakeCheckpoint | Pause | Resume | ResetPrefixCache | GetStats | Stop
+Order = Pause | Suspend | Resume | Reset | UpdateWeights
+"""Commands that change the engine's state; each waits for those before it."""
+
+Command = Submit | Abort | TakeCheckpoint | Order | ResetPrefixCache | GetStats | Stop

@@ -21,8 +21,10 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What decisions depend on. Lengths are in tokens.
 
     vocab_size: the width of the logits. end_token_ids: the model's whole set. paused_pages: how many pages paused
-    requests may keep together. replica: this engine's index, for derived seeds. batch_invariant: whether the forms in
-    use give a row the same bits in any schedule. fingerprint, on_mismatch: for checkpoints that come from elsewhere.
+    requests may keep together; admit_beside_paused: whether requests are taken in while one is paused. replica: this
+    engine's index, for derived seeds. batch_invariant: whether the forms in use give a row the same bits in any
+    schedule. fingerprint, on_mismatch: for checkpoints that come from elsewhere. poison_free_pages: have pages that
+    nobody owns filled with NaN, for debugging.
     """
 
     num_pages: int
@@ -33,6 +35,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     end_token_ids: tuple[int, ...] = ()
     paused_pages: int = 0
+    admit_beside_paused: bool = True
     enable_prefix_caching: bool = True
     max_num_waiting: int | None = None
     logprobs_mode: LogprobsMode = "raw"
@@ -41,6 +44,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool = True
     fingerprint: Fingerprint = Fingerprint()
     on_mismatch: OnMismatch = "continue"
+    poison_free_pages: bool = False
 
     @property
     def max_num_tokens(self) -> int:
@@ -57,8 +61,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: most positions computed in one step. steps_in_flight: 1 = plan only after the step before
     is known, 2 = overlapped, up to 4. batch_invariant: bitwise results whatever the schedule. on_mismatch: whether a
     checkpoint whose bits come from another kind of engine goes on, with `exact=False` in its result, or is refused.
-    attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own. progress: say
-    on stderr what is being done.
+    paused_pages: how many pages requests that wait for one may keep together, others are evicted and computed again;
+    None = a tenth of the pool. admit_beside_paused: False = while a request waits so, no other is taken in.
+    attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own. quantization:
+    "gguf" keeps the blocks of a GGUF file as they are instead of expanding them. progress: say on stderr what is being
+    done. check_integrity, poison_free_pages: for debugging; account for everything after every turn, and fill pages
+    that nobody owns with NaN in every step.
     """
 
     model: str | None = None
@@ -74,6 +82,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
     paused_pages: int | None = None
+    admit_beside_paused: bool = True
     enable_prefix_caching: bool = True
     steps_in_flight: int = 2
     batch_invariant: bool = True
@@ -81,11 +90,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     logprobs_mode: LogprobsMode = "raw"
     attention_backend: str = "auto"
     linear_backend: str = "auto"
+    quantization: str | None = None
     max_num_waiting: int | None = None
     return_prompt: bool = False
     progress: bool = False
     journal: str | None = None
     check_integrity: bool = False
+    poison_free_pages: bool = False
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -139,7 +150,15 @@ _RANGES: tuple[tuple[str, int, int | None], ...] = (
     ("max_num_waiting", 1, None),
 )
 _TEXTS = ("model", "tokenizer", "journal")
-_BOOLEANS = ("enable_prefix_caching", "batch_invariant", "return_prompt", "progress", "check_integrity")
+_BOOLEANS = (
+    "admit_beside_paused",
+    "enable_prefix_caching",
+    "batch_invariant",
+    "return_prompt",
+    "progress",
+    "check_integrity",
+    "poison_free_pages",
+)
 _OPTIONAL = ("max_model_len", "num_pages", "kv_cache_bytes", "paused_pages", "max_num_waiting")
 _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtype", ("auto", "float32", "bfloat16", "float16")),
@@ -147,6 +166,6 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("load_format", ("auto", "dummy")),
     ("on_mismatch", ("continue", "refuse")),
     ("logprobs_mode", ("raw", "processed")),
-    ("attention_backend", ("auto", "tiled", "plain", "reference")),
-    ("linear_backend", ("auto", "packed", "invariant", "plain", "reference")),
+    ("attention_backend", ("auto", "native", "tiled", "plain", "reference")),
+    ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),
 )

@@ -34,6 +34,10 @@ class StateError(PerdureError, RuntimeError):
     """The engine's state does not allow this call; nothing was changed."""
 
 
+class DeviceError(PerdureError, RuntimeError):
+    """The device could not give memory back, take it again, or load weights."""
+
+
 class QueueFull(PerdureError, RuntimeError):
     """The waiting queue has reached `max_num_waiting`."""
 

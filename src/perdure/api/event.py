@@ -66,6 +66,7 @@ class Record(msgspec.Struct, frozen=True):
     num_pauses: int
     num_evictions: int
     num_checkpoints: int
+    weight_epochs: list[tuple[int, int]]
     failure: Failure | None
 
 
@@ -78,7 +79,8 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """New output tokens of a streaming request, with their scores if asked; first is their output index.
+    """New output tokens of a streaming request, with their scores if asked; first is their output index, epoch that of
+    the weights they come from.
 
     A request that ends with its tokens gets no `Progress` for them: `Ended` holds everything.
     """
@@ -87,6 +89,7 @@ class Progress(msgspec.Struct, frozen=True):
     first: int
     token_ids: list[int]
     scores: TokenScores | None
+    epoch: int
 
 
 class Moment(msgspec.Struct, frozen=True, array_like=True):

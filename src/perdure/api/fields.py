@@ -72,6 +72,10 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "num_pauses": Policy("kept", "no", "metrics.num_pauses"),
         "num_evictions": Policy("kept", "no", "metrics.num_evictions"),
         "num_checkpoints": Policy("made", "no", "metrics.num_checkpoints"),  # one more
+        "num_residencies": Policy("anew", "no"),
+        "epochs": Policy("kept", "no", "outputs.weight_epochs"),
+        "paused_at": Policy("anew", "no"),
+        "replay": Policy("anew", "no"),
         "exact": Policy("kept", "no", "exact"),  # and False if the fingerprints are unequal
         "tried_at": Policy("anew", "no"),
         "slot": Policy("anew", "no"),
@@ -99,6 +103,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "num_pauses": Policy("kept", "sent", "metrics.num_pauses"),
         "num_evictions": Policy("kept", "sent", "metrics.num_evictions"),
         "num_checkpoints": Policy("made", "sent", "metrics.num_checkpoints"),
+        "epochs": Policy("kept", "sent", "outputs.weight_epochs"),
         "timing": Policy("kept", "sent", "metrics.arrival_time, metrics.events"),
     },
     "Record": {
@@ -116,6 +121,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "num_pauses": Policy("no", "no", "metrics.num_pauses"),
         "num_evictions": Policy("no", "no", "metrics.num_evictions"),
         "num_checkpoints": Policy("no", "no", "metrics.num_checkpoints"),
+        "weight_epochs": Policy("no", "no", "outputs.weight_epochs"),
         "failure": Policy("no", "no", "error"),
     },
     "RequestOutput": {
@@ -137,6 +143,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "logprobs": Policy("no", "no", "Record.scores, as many as token_ids"),
         "finish_reason": Policy("no", "no", "Record.finish_reason"),
         "stop_reason": Policy("no", "no", "Record.stop"),
+        "weight_epochs": Policy("no", "no", "Record.weight_epochs, as far as token_ids go"),
     },
     "RequestMetrics": {
         "arrival_time": Policy("no", "no", "the clock when it was submitted"),

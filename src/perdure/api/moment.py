@@ -14,6 +14,7 @@ MomentKind = Literal[
     "paused",  # no page for its next position; it keeps those it has
     "resumed",  # goes on after a pause
     "evicted",  # its pages are taken; what was computed will be computed again
+    "dropped",  # the same, because the whole engine's KV was dropped
     "checkpoint",  # a checkpoint of it was given out; num_tokens: output tokens so far
     "ended",  # detail: the finish reason; num_tokens: output tokens
     "refused",  # never admitted; detail: the error's class

@@ -14,6 +14,7 @@ class CompletionOutput(msgspec.Struct, frozen=True):
     """One sample. len(token_ids) == len(logprobs) whenever scores were asked, in each streamed part too.
 
     stop_reason: None for an end id of the model, else the id, the sequence or the string that stopped it.
+    weight_epochs: (first output index, epoch) wherever other weights took over; in a part, those that begin in it.
     """
 
     index: int
@@ -22,6 +23,7 @@ class CompletionOutput(msgspec.Struct, frozen=True):
     logprobs: TokenScores | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | tuple[int, ...] | str | None = None
+    weight_epochs: list[tuple[int, int]] = []
 
     @property
     def selected_logprobs(self) -> list[float] | None:
@@ -89,9 +91,15 @@ class RequestOutput(msgspec.Struct, frozen=True):
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """A snapshot of the scheduler. Counts of requests are of now, the others since start."""
+    """A snapshot of the scheduler. Counts of requests are of now, the others since start or `reset`.
+
+    state: running, paused, suspended or stopped. paused_ids: requests that wait for a page, in order; an engine that is
+    paused need have none.
+    """
 
     state: str
+    weight_epoch: int
+    paused_ids: list[RequestId]
     num_pages: int
     num_free_pages: int
     num_running: int

@@ -60,7 +60,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     num_targets[i] ids of `targets` are known prompt tokens to score; the first of them stands at absolute position
         target_start[i] (so its score comes from the logits at target_start[i] - 1, which this row computes).
     Applied before any row runs, in this order: `row_inits`; the block table entries (table_slot, table_index,
-        table_page); then every page of `fresh_pages` is cleared.
+        table_page); then every page of `poisoned_pages`, which nobody owns, is filled with NaN (for debugging, else
+        there are none), and every page of `fresh_pages` is cleared.
     """
 
     step: int
@@ -79,6 +80,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     table_index: list[int]
     table_page: list[int]
     fresh_pages: list[int]
+    poisoned_pages: list[int] = []
 
 
 class ScoreColumns(msgspec.Struct, frozen=True, array_like=True):

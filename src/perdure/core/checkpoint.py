@@ -43,19 +43,28 @@ def take(state: RequestState, fingerprint: Fingerprint) -> Checkpoint:
         num_pauses=state.num_pauses,
         num_evictions=state.num_evictions,
         num_checkpoints=state.num_checkpoints + 1,
+        epochs=tuple(state.epochs),
     )
 
 
 def readmit(
-    request: Request, checkpoint: Checkpoint, arrival: int, config: CoreConfig, make_cursor: CursorFactory
+    request: Request,
+    checkpoint: Checkpoint,
+    arrival: int,
+    fingerprint: Fingerprint,
+    config: CoreConfig,
+    make_cursor: CursorFactory,
 ) -> RequestState:
     """The request that goes on from a checkpoint, waiting. Raises `InvalidValue`.
 
-    request: only who submits it counts, and under which id.
+    request: only who submits it counts, and under which id. fingerprint: of the engine as it is now.
     """
     request = checkpoint.as_request(request.request_id, request.ticket, request.stream)
     _check_fits(checkpoint, config)
-    is_same = _check_fingerprint(checkpoint, config)
+    is_same = checkpoint.fingerprint == fingerprint
+    if not is_same and checkpoint.num_output and config.on_mismatch == "refuse":
+        differences = checkpoint.fingerprint.differences(fingerprint)
+        raise InvalidValue(f"the checkpoint comes from another kind of engine, and on_mismatch='refuse': {differences}")
     output = checkpoint.token_ids
     check_ids("token_ids", output, config.vocab_size)
     stops = stop_rule(request, checkpoint.max_output, config, make_cursor)
@@ -63,11 +72,12 @@ def readmit(
     state = RequestState(request, arrival, checkpoint.seed, checkpoint.logprobs_mode, stops)
     if checkpoint.scores is not None:
         state.scores = TokenScores.unpack(checkpoint.scores, output)
-    if checkpoint.prompt_scores is not None:
+    if checkpoint.prompt_scores is not None and (is_same or output):  # else they are made anew, all of one kind
         scored = state.tokens[1 : 1 + checkpoint.prompt_scores.num_scored]
         state.prompt_scores = TokenScores.unpack(checkpoint.prompt_scores, scored, leading_none=True)
     state.tokens += output
-    state.exact = checkpoint.exact and is_same
+    state.exact = checkpoint.exact and (is_same or not output)
+    state.epochs = list(checkpoint.epochs)
     state.num_cached = checkpoint.num_cached_tokens
     state.num_pauses = checkpoint.num_pauses
     state.num_evictions = checkpoint.num_evictions
@@ -82,13 +92,3 @@ def _check_fits(checkpoint: Checkpoint, config: CoreConfig) -> None:
             f"the checkpoint's request may grow to {longest} tokens, this engine has room for {config.max_num_tokens} "
             f"(max_model_len={config.max_model_len}, num_pages={config.num_pages} of page_size={config.page_size})"
         )
-
-
-def _check_fingerprint(checkpoint: Checkpoint, config: CoreConfig) -> bool:
-    """Whether what was computed elsewhere has the bits it would have here."""
-    if not checkpoint.has_begun or checkpoint.fingerprint == config.fingerprint:
-        return True
-    if config.on_mismatch == "refuse":
-        differences = checkpoint.fingerprint.differences(config.fingerprint)
-        raise InvalidValue(f"the checkpoint comes from another kind of engine, and on_mismatch='refuse': {differences}")
-    return False

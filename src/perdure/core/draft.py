@@ -5,6 +5,8 @@ Every private page comes from here, so none can be missing from `fresh_pages`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, RowInit, StepPlan
 from perdure.api.sampling import ALL_LOGPROBS
 from perdure.core.pages import PagePool
@@ -12,12 +14,12 @@ from perdure.core.state import RequestState
 
 
 class PlanDraft:
-    """tokens_left: what remains of the step's budget."""
+    """tokens_left: what remains of the step's budget. poisoned: pages that nobody owns, for debugging."""
 
-    def __init__(self, step: int, budget: int, pool: PagePool) -> None:
+    def __init__(self, step: int, budget: int, pool: PagePool, poisoned: Sequence[int] = ()) -> None:
         self.tokens_left = budget
         self._pool = pool
-        self._plan = StepPlan(step, [], [], [], [], [], [], [], [], [], [], [], [], [], [], [])
+        self._plan = StepPlan(step, [], [], [], [], [], [], [], [], [], [], [], [], [], [], [], list(poisoned))
 
     @property
     def num_rows(self) -> int:

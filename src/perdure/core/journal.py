@@ -1,8 +1,8 @@
 """The journal: a run's inputs in order, enough to replay it bit for bit, and what was told of it, enough to see it.
 
-- Three kinds of entries are the run itself: a command as it was applied, a plan as it was launched, an output as it was
-  committed. Their order is the whole of what a scheduler depends on.
-- A fourth kind is for people: what happened to requests, and how full the engine was. A replay passes over it.
+- Four kinds of entries are the run itself: a command as it was applied, a plan as it was launched, an output as it was
+  committed, a directive with what came of it. Their order is the whole of what a scheduler depends on.
+- A fifth kind is for people: what happened to requests, and how full the engine was. A replay passes over it.
 - Each entry carries the loop's time, which is given to the journal and never comes back into the core.
 - A file is a line that says what it is, then one msgpack value after another, the first being the core's configuration,
   each with its length and checksum. A torn last one (the process died while writing) is left out.
@@ -20,6 +20,7 @@ import msgspec
 from perdure.api import event as ev
 from perdure.api.command import Command
 from perdure.api.config import CoreConfig
+from perdure.api.directive import Directive, Outcome
 from perdure.api.errors import JournalError
 from perdure.api.event import Event
 from perdure.api.output import Stats
@@ -59,6 +60,12 @@ class Committed(msgspec.Struct, frozen=True, tag="o", array_like=True):
     time: float
 
 
+class Performed(msgspec.Struct, frozen=True, tag="d", array_like=True):
+    directive: Directive
+    outcome: Outcome
+    time: float
+
+
 class Level(msgspec.Struct, frozen=True, array_like=True):
     """How full the engine is. state: of the engine. The counts are of requests."""
 
@@ -77,7 +84,7 @@ class Told(msgspec.Struct, frozen=True, tag="t", array_like=True):
     time: float
 
 
-Entry = Applied | Launched | Committed | Told
+Entry = Applied | Launched | Committed | Performed | Told
 
 
 class Journal:
@@ -103,6 +110,9 @@ class Journal:
 
     def committed(self, output: StepOutput, time: float) -> None:
         self._write(Committed(output, time))
+
+    def performed(self, directive: Directive, outcome: Outcome, time: float) -> None:
+        self._write(Performed(directive, outcome, time))
 
     def told(self, events: Sequence[Event], stats: Stats, time: float) -> None:
         """Written only if something happened or the level changed."""
@@ -176,12 +186,16 @@ def read(file: BinaryIO) -> tuple[CoreConfig, Entries]:
 
 
 def replay(
-    file: BinaryIO, make_cursor: CursorFactory, execute: Callable[[StepPlan], StepOutput] | None = None
+    file: BinaryIO,
+    make_cursor: CursorFactory,
+    execute: Callable[[StepPlan], StepOutput] | None = None,
+    perform: Callable[[Directive], Outcome] | None = None,
 ) -> list[Event]:
     """Run the journal again; returns every event in order.
 
-    execute: a device that runs each plan anew; its outputs are compared with the recorded ones and used. Without it the
-    recorded outputs are used. Raises `JournalError` at the first plan or output that differs.
+    execute, perform: a device that runs each plan and directive anew; its outputs are compared with the recorded ones
+    and used. Without it the recorded outputs are used. Raises `JournalError` at the first plan, output or directive
+    that differs.
     """
     config, entries = read(file)
     scheduler = Scheduler(config, make_cursor)
@@ -203,4 +217,10 @@ def replay(
                 if executed is not None and encode(executed) != encode(output):
                     raise JournalError(f"step {output.step}: the output differs from the recorded one")
                 events += scheduler.commit(plan, output)
+            case Performed(directive, outcome):
+                if scheduler.directive() != directive:
+                    raise JournalError(f"the directive {directive} differs from the recorded one")
+                if perform is not None and perform(directive) != outcome:
+                    raise JournalError(f"the directive {directive} went another way")
+                events += scheduler.done(directive, outcome)
     return events + scheduler.told()

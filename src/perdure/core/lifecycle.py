@@ -4,7 +4,8 @@ A request waits, runs, may be put aside with its pages (PAUSED) or without them 
 in one of three final statuses. With steps in flight its last token may arrive after it was put aside, so it can finish
 from WAITING and PAUSED too. A final status never changes; the request is forgotten when no step of it is in flight.
 
-The engine runs or is paused, and from either can be stopped for good.
+The engine runs, is paused, or is suspended with its memory given back in part; from each it can be stopped for good.
+A suspension of a running engine passes through PAUSED.
 
 An illegal move raises and changes nothing. `docs/lifecycle.md` is generated from these tables.
 """
@@ -27,6 +28,7 @@ class Status(Enum):
 class EngineState(Enum):
     RUNNING = "running"
     PAUSED = "paused"
+    SUSPENDED = "suspended"
     STOPPED = "stopped"
 
 
@@ -39,14 +41,14 @@ REQUEST_MOVES: dict[Status, dict[Status, str]] = {
     },
     Status.RUNNING: {
         Status.PAUSED: "no page for its next position",
-        Status.WAITING: "evicted",
+        Status.WAITING: "evicted, or its KV was dropped",
         Status.FINISHED: "stop or length",
         Status.ABORTED: "aborted",
         Status.FAILED: "its step failed",
     },
     Status.PAUSED: {
         Status.RUNNING: "a page is free again",
-        Status.WAITING: "evicted",
+        Status.WAITING: "evicted, or its KV was dropped",
         Status.FINISHED: "its last token was in flight when it was paused",
         Status.ABORTED: "aborted",
         Status.FAILED: "its step failed after it was paused",
@@ -58,7 +60,16 @@ REQUEST_MOVES: dict[Status, dict[Status, str]] = {
 
 ENGINE_MOVES: dict[EngineState, dict[EngineState, str]] = {
     EngineState.RUNNING: {EngineState.PAUSED: "pause", EngineState.STOPPED: "stop"},
-    EngineState.PAUSED: {EngineState.RUNNING: "resume", EngineState.STOPPED: "stop"},
+    EngineState.PAUSED: {
+        EngineState.RUNNING: "resume",
+        EngineState.SUSPENDED: "suspend, or weights written in part",
+        EngineState.STOPPED: "stop",
+    },
+    EngineState.SUSPENDED: {
+        EngineState.RUNNING: "resume of all, or whole weights after an update that failed",
+        EngineState.PAUSED: "whole weights after an update that failed while paused",
+        EngineState.STOPPED: "stop",
+    },
     EngineState.STOPPED: {},
 }
 

@@ -83,6 +83,19 @@ class PagePool:
         """How many of these nobody holds: sharing them takes that many from `num_free`."""
         return sum(self._holders[page] == 0 for page in pages)
 
+    def kept(self) -> list[int]:
+        """Pages with content that somebody wants, ascending: held, or idle."""
+        return [page for page in range(self.num_pages) if self._holders[page] or self._published[page]]
+
+    def unowned(self) -> list[int]:
+        """Pages whose content nobody wants."""
+        return list(self._free)
+
+    def begin_anew(self) -> None:
+        """The order of a new pool; nothing is held or published."""
+        assert len(self._free) == self.num_pages
+        self._free.sort(reverse=True)
+
     def check(self, held: Sequence[Sequence[int]]) -> None:
         """Every page is accounted for by these holders' lists, the free list and the idle ones."""
         count = [0] * self.num_pages

@@ -3,13 +3,13 @@
 - A node is one full page of tokens under its parent node; a key holds the tokens themselves, so a hit is never a guess.
 - Nodes are published by commit only, from committed tokens, parents first; a published page never changes.
 - The first to publish a key keeps it; a later page with equal tokens stays private to its request.
+- Other weights may begin under a root of their own, so that pages of earlier ones are found only after a return to
+  them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-ROOT = 0
 
 
 class PrefixIndex:
@@ -19,18 +19,26 @@ class PrefixIndex:
         self.page_size = page_size
         self._page_of: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._next_node = ROOT + 1
+        self._weights_of: dict[int, int] = {}
+        self.weights = 0
+        """The epoch that the weights which now compute were loaded as."""
+        self.root = 0
+        """The parent of first pages: 0 or less, nodes count from 1."""
+        self._serves_stale = False
+        self._next_node = 1
 
     def match(self, tokens: Sequence[int], max_tokens: int) -> tuple[list[int], list[int]]:
         """Pages and nodes of the longest published prefix of at most max_tokens tokens."""
         pages: list[int] = []
         nodes: list[int] = []
-        size, parent = self.page_size, ROOT
+        size, parent = self.page_size, self.root
         for first in range(0, max_tokens - size + 1, size):
             found = self._page_of.get((parent, tuple(tokens[first : first + size])))
             if found is None:
                 break
             page, parent = found
+            if not self._serves_stale and self._weights_of[page] != self.weights:
+                break
             pages.append(page)
             nodes.append(parent)
         return pages, nodes
@@ -45,11 +53,23 @@ class PrefixIndex:
         self._next_node += 1
         self._page_of[key] = (page, node)
         self._key_of[page] = key
+        self._weights_of[page] = self.weights
         return node, True
+
+    def is_current(self, pages: Sequence[int]) -> bool:
+        """Whether the weights that now compute have computed all of these."""
+        return all(self._weights_of[page] == self.weights for page in pages)
+
+    def take_weights(self, epoch: int, keep: bool) -> None:
+        """Other weights compute from now on. keep: they use what earlier ones published; else they begin under a root
+        of their own."""
+        self.weights, self._serves_stale = epoch, keep
+        if not keep:
+            self.root = -epoch
 
     def forget(self, page: int) -> None:
         """The page is about to be handed out again."""
-        del self._page_of[self._key_of.pop(page)]
+        del self._page_of[self._key_of.pop(page)], self._weights_of[page]
 
     def check(self, is_published: Callable[[int], bool]) -> None:
         """Every node names a page that the pool knows as published, and no page is named twice."""
@@ -62,4 +82,5 @@ class PrefixIndex:
         pages = list(self._key_of)
         self._page_of.clear()
         self._key_of.clear()
+        self._weights_of.clear()
         return pages

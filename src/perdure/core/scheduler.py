@@ -4,6 +4,7 @@
 - A step first continues residents that decode, then those in prefill, then admits: first come, first served, nobody
   overtakes. All of it under one token budget.
 - Pages for a prefill are taken whole at admission, so a prefill never stalls; a decoding row takes one at a time.
+- Orders that change the engine's state are `control`'s; what they do to requests is done here.
 - A request's end is decided here and once: by stop or length in `commit`, by abort in `apply`, by error in `commit`.
 - Work in `plan` and `commit` is O(rows), never O(context).
 """
@@ -12,10 +13,13 @@ from __future__ import annotations
 
 from bisect import insort
 
+from msgspec.structs import replace
+
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import CoreConfig
+from perdure.api.directive import Directive, Outcome
 from perdure.api.errors import InvalidValue, PerdureError, QueueFull, StateError, StepFailed
 from perdure.api.event import Event, Failure, FinishReason, StopMatch
 from perdure.api.moment import MomentKind
@@ -28,7 +32,8 @@ from perdure.core.control import Control
 from perdure.core.draft import PlanDraft, row_settings
 from perdure.core.lifecycle import EngineState, Status
 from perdure.core.pages import PagePool
-from perdure.core.prefix import ROOT, PrefixIndex
+from perdure.core.prefix import PrefixIndex
+from perdure.core.queue import Queue, replay_order
 from perdure.core.scores import append_scores, rows_with_scores
 from perdure.core.slots import Slots
 from perdure.core.state import RequestState
@@ -53,6 +58,8 @@ class Scheduler:
 
     def __init__(self, config: CoreConfig, make_cursor: CursorFactory) -> None:
         self.config = config
+        self.fingerprint = config.fingerprint
+        """What the bits of results depend on, with the weights of now."""
         self._make_cursor = make_cursor
         self._control = Control()
         self._prefix = PrefixIndex(config.page_size)
@@ -62,9 +69,9 @@ class Scheduler:
         """By arrival: all that are live, and final ones with steps in flight."""
         self._live: dict[RequestId, RequestState] = {}
         self._residents: list[RequestState] = []
-        self._waiting: list[RequestState] = []
+        self._waiting = Queue()
         self._counters = Counters()
-        self._steps_in_flight = 0
+        self.steps_in_flight = 0
         self._events: list[Event] = []
 
     # Commands
@@ -78,24 +85,19 @@ class Scheduler:
                 self._abort(request_ids, tickets, everything)
             case cmd.TakeCheckpoint():
                 self._take_checkpoint(command)
-            case cmd.Pause(ticket, mode):
-                self._control.pause(ticket, barrier=self._counters.num_requests if mode == "wait" else None)
-                if mode == "abort":
-                    self._abort([], [], everything=True)
-            case cmd.Resume(ticket):
-                self._events += self._control.resume(ticket)
             case cmd.ResetPrefixCache(ticket):
-                for page in self._prefix.clear():
-                    self._pool.unpublish(page)
-                for state in self._residents:
-                    state.nodes = None
+                self._clear_cache()
                 self._events.append(ev.Done(ticket))
             case cmd.GetStats(ticket):
                 self._events.append(ev.Done(ticket, self.stats()))
             case cmd.Stop(ticket):
                 self._abort([], [], everything=True)
-                self._control.stop(ticket)
-        return self.told()
+                self._events += self._control.stop(ticket)
+            case order:
+                self._control.take(order, self._counters.num_requests)
+                if isinstance(order, cmd.Pause) and order.mode == "abort":
+                    self._abort([], [], everything=True)
+        return self._told()
 
     def _submit(self, request: Request, given: Checkpoint | None) -> None:
         arrival = self._counters.num_requests
@@ -104,23 +106,23 @@ class Scheduler:
             if given is None:
                 state = admit(request, arrival, self.config, self._make_cursor)
             else:
-                state = checkpoint.readmit(request, given, arrival, self.config, self._make_cursor)
+                state = checkpoint.readmit(request, given, arrival, self.fingerprint, self.config, self._make_cursor)
         except PerdureError as error:
             self._events.append(ev.Refused(request.ticket, request.request_id, Failure.of(error)))
             return
         self._counters.num_requests += 1
         self._states[state.arrival] = state
         self._live[request.request_id] = state
-        insort(self._waiting, state, key=_order)
+        self._waiting.add(state)
         self._note(state, "queued", detail=request.request_id)
         if state.stops.max_output == 0 and not state.num_prompt_scores_missing:
             self._end(state, Status.FINISHED, "length")
-        elif request.stream and state.num_output:
-            self._report(state, state.prompt_length)
+        elif request.stream:
+            self._report_past(state)
 
     def _check_may_submit(self, request: Request) -> None:
-        if self._control.state is EngineState.STOPPED:
-            raise StateError("the engine is stopped: it takes no more requests")
+        if refusal := self._control.refusal:
+            raise StateError(refusal)
         if request.request_id in self._live:
             raise InvalidValue(f"request_id={request.request_id!r} is live: an id is free again when its request ended")
         limit = self.config.max_num_waiting
@@ -149,7 +151,7 @@ class Scheduler:
             self._events.append(ev.Done(asked.ticket, failure=failure))
             return
         try:
-            taken = checkpoint.take(state, self.config.fingerprint)
+            taken = checkpoint.take(state, self.fingerprint)
         except Exception as error:  # want of memory, say: taking only reads, so the request is as it was
             failure = Failure(StateError.__name__, f"no checkpoint could be made: {type(error).__name__}: {error}")
             self._events.append(ev.Done(asked.ticket, failure=failure))
@@ -174,7 +176,8 @@ class Scheduler:
         """The next step, or None if there is nothing to do now (paused, drained, or all that can run is in flight)."""
         if not self._control.may_plan:
             return None
-        draft = PlanDraft(self._counters.num_steps, self.config.max_num_batched_tokens, self._pool)
+        poisoned = self._pool.unowned() if self.config.poison_free_pages else []
+        draft = PlanDraft(self._counters.num_steps, self.config.max_num_batched_tokens, self._pool, poisoned)
         evictions = -1
         while not draft.num_rows and evictions != self._counters.num_evictions:
             # An eviction may free what an earlier resident lacked: look again before giving up.
@@ -184,7 +187,7 @@ class Scheduler:
         if not draft.num_rows:
             return None
         self._counters.num_steps += 1
-        self._steps_in_flight += 1
+        self.steps_in_flight += 1
         return draft.finish()
 
     def _continue_residents(self, draft: PlanDraft) -> None:
@@ -229,6 +232,7 @@ class Scheduler:
             state.num_pauses += 1
             self._note(state, "paused")
             self._counters.num_pauses += 1
+            state.paused_at = self._counters.num_pauses
 
     def _evict(self, state: RequestState) -> None:
         """Take slot and pages away. What is in flight still counts: its tokens are valid wherever they come from."""
@@ -237,7 +241,7 @@ class Scheduler:
         self._note(state, "evicted")
         self._counters.num_evictions += 1
         self._leave(state)
-        insort(self._waiting, state, key=_order)
+        self._waiting.add(state)
 
     def _admissible(self) -> RequestState | None:
         """The first in the queue that a pause does not hold back, unless its own steps are still in flight."""
@@ -246,6 +250,8 @@ class Scheduler:
         return None if head is None or head.in_flight else head
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
+        if not self.config.admit_beside_paused and any(s.status is Status.PAUSED for s in self._residents):
+            return
         while draft.tokens_left > 0 and self._slots.num_free and (state := self._admissible()) is not None:
             if state.tried_at == self._pool.version or not self._take_in(state, draft):
                 break
@@ -264,13 +270,16 @@ class Scheduler:
         state.move(Status.RUNNING)
         insort(self._residents, state, key=_order)
         state.slot = self._slots.take()
-        state.nodes = nodes if self.config.enable_prefix_caching else None
+        is_current = self._prefix.is_current(pages)
+        state.exact = state.exact and is_current
+        state.nodes = nodes if self.config.enable_prefix_caching and is_current else None
         state.num_planned = state.num_computed = len(pages) * self.config.page_size
         state.prefill_end = end
         draft.init_row(state, self.config.vocab_size)
         draft.share(state, pages)
         draft.grow(state, needed)
-        if not (state.num_evictions or state.num_output):
+        state.num_residencies += 1
+        if state.num_residencies == 1 and not state.num_output:
             state.num_cached = state.num_computed
             self._counters.num_cached_tokens += state.num_computed
             self._counters.num_prompt_tokens += state.prompt_length
@@ -296,7 +305,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Event]:
         """Take over what a step gave, in the order the steps were planned."""
         assert output.step == plan.step
-        self._steps_in_flight -= 1
+        self.steps_in_flight -= 1
         failed = dict(output.errors)
         records = rows_with_scores(output.records)
         prompt_records = rows_with_scores(output.prompt_records)
@@ -315,6 +324,8 @@ class Scheduler:
                 assert state.prompt_scores is not None
                 append_scores(state.prompt_scores, output.prompt_records, prompt_records[row], state.tokens)
             new_tokens = output.tokens[first:at]
+            if new_tokens:
+                state.stamp(state.num_output, self._control.epoch)
             state.tokens += new_tokens
             if row in records:
                 assert state.scores is not None
@@ -325,7 +336,7 @@ class Scheduler:
                     self._note(state, "chunk", plan.length[row])
                 self._publish(state)
             self._after_tokens(state, len(new_tokens))
-        return self.told()
+        return self._told()
 
     def _after_tokens(self, state: RequestState, count: int) -> None:
         """End the request if these last tokens do, else report them."""
@@ -361,9 +372,19 @@ class Scheduler:
                 state.scores = state.scores.cut(0, state.num_output)
 
     def _report(self, state: RequestState, first: int) -> None:
-        begin = first - state.prompt_length
-        scores = None if state.scores is None else state.scores.cut(begin, state.num_output)
-        self._events.append(ev.Progress(state.request.ticket, begin, state.tokens[first:], scores))
+        self._tell(state, first - state.prompt_length, state.num_output, self._control.epoch)
+
+    def _report_past(self, state: RequestState) -> None:
+        """What a request that goes on from a checkpoint has already: a part for each span of weights."""
+        ends = [*(first for first, _ in state.epochs[1:]), state.num_output]
+        for (first, epoch), end in zip(state.epochs, ends, strict=bool(state.epochs)):
+            self._tell(state, first, end, epoch)
+
+    def _tell(self, state: RequestState, first: int, end: int, epoch: int) -> None:
+        """Output tokens first to end - 1, with their scores."""
+        scores = None if state.scores is None else state.scores.cut(first, end)
+        token_ids = state.tokens[state.prompt_length + first : state.prompt_length + end]
+        self._events.append(ev.Progress(state.request.ticket, first, token_ids, scores, epoch))
 
     def _publish(self, state: RequestState) -> None:
         """Offer full, committed pages to later prompts."""
@@ -371,7 +392,7 @@ class Scheduler:
         if nodes is None or state.num_computed < (len(nodes) + 1) * size:
             return
         for index in range(len(nodes), state.num_computed // size):
-            parent = nodes[-1] if nodes else ROOT
+            parent = nodes[-1] if nodes else self._prefix.root
             page = state.pages[index]
             node, is_new = self._prefix.publish(parent, state.tokens[index * size : (index + 1) * size], page)
             if is_new:
@@ -416,10 +437,75 @@ class Scheduler:
     def told(self) -> list[Event]:
         """What is to be told by now: `apply` and `commit` return it, and what `plan` has done can be had at once."""
         told, self._events = self._events, []
-        if self._control.is_waiting:
-            older = any(self._control.holds_back(state.arrival) for state in self._live.values())
-            told += self._control.settle(self._steps_in_flight, older)
         return told
+
+    def _told(self) -> list[Event]:
+        """The same, once orders have gone as far as they can."""
+        if not self._control.is_settled:
+            self._events += self._control.advance(self)
+        return self.told()
+
+    # What orders need (`control.Requests`)
+
+    def directive(self) -> Directive | None:
+        """What the device is asked, if an order's turn has come and no step is in flight; the same until `done`."""
+        return self._control.directive(self)
+
+    def done(self, directive: Directive, outcome: Outcome) -> list[Event]:
+        """Take over what came of the directive."""
+        self._events += self._control.done(directive, outcome, self)
+        return self._told()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def weights(self) -> int:
+        return self._prefix.weights
+
+    def any_before(self, arrival: int) -> bool:
+        return any(state.arrival < arrival for state in self._live.values())
+
+    def kept_pages(self) -> list[int]:
+        return self._pool.kept()
+
+    def drop_kv(self) -> None:
+        self._replay_residents()
+        self._clear_cache()
+
+    def take_weights(self, epoch: int, digest: str, cache: cmd.CachePolicy, in_flight: cmd.InFlightPolicy) -> None:
+        self.fingerprint = replace(self.fingerprint, weights=digest)
+        if in_flight == "recompute":
+            self._replay_residents()
+        if cache == "invalidate":
+            self._clear_cache()
+        self._prefix.take_weights(epoch, keep=cache == "keep")
+        for state in self._waiting:
+            state.forget_prompt_scores()
+        for state in self._residents:  # their KV is of the weights before
+            state.nodes = None
+            state.exact = False
+
+    def begin_anew(self) -> None:
+        self._clear_cache()
+        self._pool.begin_anew()
+        self._counters = Counters()
+
+    def _replay_residents(self) -> None:
+        """Take slots and pages away from all; they come again before everybody else."""
+        replayed = replay_order(self._residents)
+        for state in replayed:
+            state.move(Status.WAITING)
+            self._note(state, "dropped")
+            self._leave(state)
+        self._waiting.replay(replayed)
+
+    def _clear_cache(self) -> None:
+        for page in self._prefix.clear():
+            self._pool.unpublish(page)
+        for state in self._residents:
+            state.nodes = None
 
     # Seeing
 
@@ -428,6 +514,8 @@ class Scheduler:
         num_paused = sum(state.status is Status.PAUSED for state in self._residents)
         return Stats(
             state=self._control.state.value,
+            weight_epoch=self._control.epoch,
+            paused_ids=[state.request.request_id for state in self._residents if state.status is Status.PAUSED],
             num_pages=self._pool.num_pages,
             num_free_pages=self._pool.num_free,
             num_running=len(self._residents) - num_paused,
@@ -444,7 +532,7 @@ class Scheduler:
 
     def device_rows(self) -> list[DeviceRow]:
         """What the device must hold of every resident request, when no step is in flight."""
-        assert not self._steps_in_flight
+        assert not self.steps_in_flight
         rows = []
         for state in self._residents:
             decodes = state.num_computed >= state.prefill_end
@@ -465,7 +553,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """With nobody live and nothing in flight nothing is held. Costs nothing; raises AssertionError."""
-        if self._live or self._steps_in_flight:
+        if self._live or self.steps_in_flight:
             return
         lost = self._pool.num_pages - self._pool.num_free
         assert not lost, f"{lost} of {self._pool.num_pages} pages are held by nobody"
@@ -481,13 +569,13 @@ class Scheduler:
             state.check()
         self._pool.check([state.pages for state in self._residents])
         assert [s.order for s in self._residents] == sorted(s.order for s in self._residents)
-        assert [s.order for s in self._waiting] == sorted(s.order for s in self._waiting)
+        self._waiting.check()
         assert all(s.is_resident == (s.status in (Status.RUNNING, Status.PAUSED)) for s in self._states.values())
-        assert {s.arrival for s in self._live.values()} == {s.arrival for s in self._residents + self._waiting}
+        assert {s.arrival for s in self._live.values()} == {s.arrival for s in (*self._residents, *self._waiting)}
         slots = [state.slot for state in self._residents]
         assert len({*slots}) == len(slots) == self.config.max_num_seqs - self._slots.num_free
         assert all(s.in_flight > 0 for s in self._states.values() if s.is_final)
-        if not self._steps_in_flight:
+        if not self.steps_in_flight:
             assert all(s.in_flight == 0 for s in self._states.values())
 
 

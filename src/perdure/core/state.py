@@ -23,6 +23,7 @@ class RequestState:
 
     __slots__ = (
         "arrival",
+        "epochs",
         "exact",
         "in_flight",
         "logprobs_mode",
@@ -33,10 +34,13 @@ class RequestState:
         "num_evictions",
         "num_pauses",
         "num_planned",
+        "num_residencies",
         "order",
         "pages",
+        "paused_at",
         "prefill_end",
         "prompt_scores",
+        "replay",
         "request",
         "scores",
         "seed",
@@ -65,8 +69,16 @@ class RequestState:
         self.num_evictions = 0
         self.num_checkpoints = 0
         """How many checkpoints it has gone on from."""
+        self.num_residencies = 0
+        self.epochs: list[tuple[int, int]] = []
+        """Where other weights took over: (first output index, epoch)."""
         self.exact = True
-        """Nothing weakened the promise that its bits are those of the undisturbed run."""
+        """Nothing weakened the promise that its bits are those of the undisturbed run: no KV of several weights, no way
+        between unequal fingerprints."""
+        self.paused_at = 0
+        """The latest pause, counted over all requests."""
+        self.replay: int | None = None
+        """Its place among those to be computed again, while in the queue (`core.queue`)."""
         self.tried_at = -1
         """Version of the page pool at which it last did not fit."""
         self.leave_device()
@@ -105,6 +117,16 @@ class RequestState:
     def last_position(self) -> int:
         """Positions that will ever be computed: the last token of the budget is sampled, never computed."""
         return self.stops.prompt_length + self.stops.max_output - 1
+
+    def stamp(self, first: int, epoch: int) -> None:
+        """Output tokens from this index on come from the weights of this epoch."""
+        if not self.epochs or self.epochs[-1][1] != epoch:
+            self.epochs.append((first, epoch))
+
+    def forget_prompt_scores(self) -> None:
+        """They are asked anew: other weights compute the prompt again, and no token was drawn after the old ones."""
+        if self.prompt_scores is not None and not self.num_output:
+            self.prompt_scores = TokenScores(leading_none=True)
 
     @property
     def has_begun(self) -> bool:
@@ -146,5 +168,6 @@ class RequestState:
             num_pauses=self.num_pauses,
             num_evictions=self.num_evictions,
             num_checkpoints=self.num_checkpoints,
+            weight_epochs=list(self.epochs),
             failure=failure,
         )

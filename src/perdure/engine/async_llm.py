@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
@@ -95,9 +95,9 @@ class Handle:
 
     def _take(self, event: Event | PerdureError) -> None:
         match event:
-            case ev.Progress(_, _, token_ids, scores):
+            case ev.Progress(_, _, token_ids, scores, epoch):
                 assert self._builder is not None
-                if (part := self._builder.progress(token_ids, scores)) is not None:
+                if (part := self._builder.progress(token_ids, scores, epoch)) is not None:
                     self._parts.put_nowait(part)
                 return
             case ev.Ended(_, record):
@@ -188,8 +188,17 @@ class AsyncLLM:
         """Returns when no token will come before `resume`."""
         await _wrapped(self._engine.pause(mode))
 
-    async def resume(self) -> None:
-        await _wrapped(self._engine.ask(cmd.Resume))
+    async def suspend(self, kv: cmd.KVMode = "persist") -> None:
+        """Returns when no step is in flight and memory is given back, until `resume` (`LLM.suspend`)."""
+        await _wrapped(self._engine.suspend(kv))
+
+    async def resume(self, tags: Sequence[cmd.Tag] | None = None) -> None:
+        """Go on after `pause` or `suspend` (`LLM.resume`)."""
+        await _wrapped(self._engine.resume(tags))
+
+    async def reset(self) -> None:
+        """Begin anew, as after start (`LLM.reset`)."""
+        await _wrapped(self._engine.ask(cmd.Reset))
 
     async def reset_prefix_cache(self) -> None:
         await _wrapped(self._engine.ask(cmd.ResetPrefixCache))

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_args
 
 from msgspec.structs import replace
 
@@ -48,7 +48,7 @@ class Receiver(Protocol):
         """No event will come any more."""
 
 
-Question = cmd.TakeCheckpoint | cmd.Pause | cmd.Resume | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop
+Question = cmd.TakeCheckpoint | cmd.Order | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop
 """Commands that have an answer."""
 
 
@@ -135,7 +135,7 @@ class Engine:
         """A command that has no answer."""
         self._send({}, [command])
 
-    def ask(self, make: type[cmd.Resume | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop]) -> Future[object]:
+    def ask(self, make: type[cmd.Reset | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop]) -> Future[object]:
         """Send a control command; the future gets its answer."""
         return self._ask(make(self.ticket()))
 
@@ -153,9 +153,19 @@ class Engine:
         return self._ask(cmd.TakeCheckpoint(self.ticket(), request_id, request_ticket, end))
 
     def pause(self, mode: cmd.PauseMode) -> Future[object]:
-        if mode not in ("keep", "wait", "abort"):
-            raise InvalidValue(f"mode={mode!r} is none of keep, wait, abort")
+        _check_choice("mode", mode, cmd.PauseMode)
         return self._ask(cmd.Pause(self.ticket(), mode))
+
+    def suspend(self, kv: cmd.KVMode) -> Future[object]:
+        _check_choice("kv", kv, cmd.KVMode)
+        return self._ask(cmd.Suspend(self.ticket(), kv))
+
+    def resume(self, tags: Sequence[cmd.Tag] | None) -> Future[object]:
+        if isinstance(tags, str):
+            raise InvalidValue(f"tags={tags!r} is no list of names; the names are: {', '.join(get_args(cmd.Tag))}")
+        for tag in tags or ():
+            _check_choice("tags", tag, cmd.Tag)
+        return self._ask(cmd.Resume(self.ticket(), None if tags is None else list(tags)))
 
     def _ask(self, command: Question) -> Future[object]:
         reply = Reply()
@@ -232,6 +242,11 @@ def _tickets_of(command: cmd.Command) -> list[int]:
     if isinstance(command, cmd.Submit):
         return [command.request.ticket]
     return [] if isinstance(command, cmd.Abort) else [command.ticket]
+
+
+def _check_choice(name: str, value: object, allowed: object) -> None:
+    if value not in get_args(allowed):
+        raise InvalidValue(f"{name}={value!r} is none of {', '.join(get_args(allowed))}")
 
 
 @contextlib.contextmanager

@@ -16,11 +16,14 @@ from perdure.runner.runner import Runner
 def fingerprint_of(loaded: LoadedModel, runner: Runner) -> Fingerprint:
     """Products choose their kernels by the kind of processor, and threads share out their sums. The size of a page
     counts where it is part of a tile."""
+    kernels = loaded.kernels
+    packed = [shape for shape, words in loaded.products.items() if words.startswith("packed")]
+    products = f"{kernels.name} products" + (f" ({', '.join(packed)} packed)" if packed else "")
     return Fingerprint(
         weights=loaded.digest,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=f"cpu, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {_processor()}",
-        kernels=f"{loaded.linear} products, {runner.attention}",
+        kernels=f"{products}, {runner.attention} attention, {kernels.version}",
         threads=str(torch.get_num_threads()),
         libraries=f"perdure {__version__}, torch {torch.__version__}, numpy {np.__version__}",
     )

@@ -255,8 +255,24 @@ class LLM:
         """Returns when no token will come before `resume`. keep: requests stay; wait: they end first; abort: now."""
         self._engine.pause(mode).result()
 
-    def resume(self) -> None:
-        self._engine.ask(cmd.Resume).result()
+    def suspend(self, kv: cmd.KVMode = "persist") -> None:
+        """Returns when no step is in flight and memory is given back, until `resume`. Requests inside stay and go on
+        with the same result; new ones are refused (`StateError`). Suspending twice is suspending once.
+
+        kv: "persist" keeps the KV where it is; "offload" copies what is wanted of it out and gives the pool back;
+        "recompute" drops it, to be computed again.
+        """
+        self._engine.suspend(kv).result()
+
+    def resume(self, tags: Sequence[cmd.Tag] | None = None) -> None:
+        """Go on after `pause` or `suspend`. tags: what wakes of a suspended engine, "weights" and "kv"; None = all. It
+        runs again when all is back. Nothing happens in a running engine."""
+        self._engine.resume(tags).result()
+
+    def reset(self) -> None:
+        """Begin anew, as after start: an empty cache, counts at zero; weights and their epoch stay. `StateError` with
+        requests inside, or while suspended; nothing has changed then."""
+        self._engine.ask(cmd.Reset).result()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; live requests keep their pages."""

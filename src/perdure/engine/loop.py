@@ -99,8 +99,9 @@ class Loop:
             self._journal.close()
 
     def turn(self, block: bool) -> None:
-        """Apply what arrived, keep the device busy, commit the oldest step. block: sleep if there is nothing to do."""
-        idle = not self._in_flight and not self.scheduler.can_act
+        """Apply what arrived, keep the device busy, commit the oldest step or, between steps, have a directive done.
+        block: sleep if there is nothing to do."""
+        idle = not (self._in_flight or self.scheduler.can_act or self.scheduler.directive())
         if idle:
             self._check_idle()
         self._apply_arrived(block and idle)
@@ -113,6 +114,12 @@ class Loop:
             if self._journal is not None:
                 self._journal.committed(output, now)
             self._tell(self.scheduler.commit(plan, output), now)
+        elif directive := self.scheduler.directive():
+            outcome = self._device.perform(directive)
+            now = self._clock()
+            if self._journal is not None:
+                self._journal.performed(directive, outcome, now)
+            self._tell(self.scheduler.done(directive, outcome), now)
         else:
             assert not self.scheduler.can_act, "requests wait, nothing is in flight, and no step can be planned"
         if self._check:

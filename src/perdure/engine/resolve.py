@@ -66,6 +66,7 @@ class Resolved:
             "page_size": core.page_size,
             "num_pages": core.num_pages,
             "paused_pages": core.paused_pages,
+            "admit_beside_paused": core.admit_beside_paused,
             "kv_cache_bytes": core.num_pages * self.page_bytes,
             "pool": self.pool,
             "enable_prefix_caching": core.enable_prefix_caching,
@@ -73,8 +74,11 @@ class Resolved:
             "batch_invariant": self.config.batch_invariant,
             "weights_digest": self.loaded.digest,
             "on_mismatch": core.on_mismatch,
-            "linear_backend": self.loaded.linear,
+            "quantization": self.loaded.quantization or "none",
+            "linear_backend": self.loaded.kernels.name,
             "attention_backend": self.runner.attention_backend,
+            "kernels": self.loaded.kernels.version,
+            **{f"products {shape}": words for shape, words in self.loaded.products.items()},
             "logprobs_mode": core.logprobs_mode,
             "seed": core.seed,
         }
@@ -92,6 +96,7 @@ def resolve(config: EngineConfig) -> Resolved:
         load_format=config.load_format,
         seed=config.seed,
         linear=config.linear_backend,
+        quantization=config.quantization,
     )
     tokenizer = _tokenizer(config, loaded)
     dtype = str(loaded.dtype).removeprefix("torch.")
@@ -109,12 +114,12 @@ def resolve(config: EngineConfig) -> Resolved:
             max_model_len=core.max_model_len,
             batch_invariant=config.batch_invariant,
             attention_backend=config.attention_backend,
-            row_tile=loaded.row_tile,
+            row_tile=loaded.kernels.row_tile,
         )
     except (OSError, MemoryError, OverflowError) as error:
         wanted = core.num_pages * page_bytes
         raise InvalidValue(f"num_pages={core.num_pages}: no room for a KV pool of {wanted} bytes ({error})") from error
-    is_invariant = config.batch_invariant or "plain" not in (loaded.linear, runner.attention_backend)
+    is_invariant = config.batch_invariant or "plain" not in (loaded.kernels.name, runner.attention_backend)
     core = replace(core, fingerprint=fingerprint_of(loaded, runner), batch_invariant=is_invariant)
     resolved = Resolved(config, core, loaded, runner, tokenizer, path, page_bytes)
     reporter.say(f"KV pool: {resolved.pool}, {in_units(core.num_pages * page_bytes)}")
@@ -158,11 +163,13 @@ def _core_config(config: EngineConfig, loaded: LoadedModel) -> tuple[CoreConfig,
         vocab_size=shape.vocab_size,
         end_token_ids=shape.eos_token_ids,
         paused_pages=num_pages // 10 if config.paused_pages is None else config.paused_pages,
+        admit_beside_paused=config.admit_beside_paused,
         enable_prefix_caching=config.enable_prefix_caching,
         max_num_waiting=config.max_num_waiting,
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
         on_mismatch=config.on_mismatch,
+        poison_free_pages=config.poison_free_pages,
     )
     return core, page_bytes
 

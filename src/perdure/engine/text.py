@@ -73,12 +73,13 @@ def _built(
 ) -> RequestOutput:
     """The one place where a result is built from a record."""
     params, stop = request.params, record.stop
-    token_ids, scores = record.token_ids, record.scores
+    token_ids, scores, epochs = record.token_ids, record.scores, record.weight_epochs
     text = _text(request, record, tokenizer)
     if stop is not None and params.strip_stop_tokens:
         kept = len(token_ids) - stop.num_matched
         token_ids = token_ids[:kept]
         scores = None if scores is None else scores.cut(0, kept)
+        epochs = [(first, epoch) for first, epoch in epochs if first < kept]
     completion = CompletionOutput(
         index=0,
         text=text,
@@ -86,6 +87,7 @@ def _built(
         logprobs=_spelled(scores, tokenizer),
         finish_reason=record.finish_reason,
         stop_reason=None if stop is None else stop.reason,
+        weight_epochs=epochs,
     )
     shows_prompt = params.return_prompt or return_prompt
     return RequestOutput(
@@ -148,19 +150,22 @@ class StreamBuilder:
         self._begins: list[int] = []
         """Where each decoded token's text begins."""
         self._scores = TokenScores() if params.logprobs is not None else None
+        self._epochs: list[tuple[int, int]] = []
         self._text = ""
         self._ids_out = 0
         self._text_out = 0
 
-    def progress(self, token_ids: Sequence[int], scores: TokenScores | None) -> RequestOutput | None:
-        """A part, if enough is new and certain."""
+    def progress(self, token_ids: Sequence[int], scores: TokenScores | None, epoch: int) -> RequestOutput | None:
+        """A part, if enough is new and certain. epoch: of the weights these tokens come from."""
+        if not self._epochs or self._epochs[-1][1] != epoch:
+            self._epochs.append((len(self._token_ids), epoch))
         self._token_ids += token_ids
         if self._scores is not None and scores is not None:
             self._scores.extend(scores)
         num_ids, text_end = self._certain()
         if num_ids - self._ids_out < self._interval:
             return None
-        completion = self._part(self._token_ids, self._scores, self._text, num_ids, text_end)
+        completion = self._part(self._token_ids, self._scores, self._epochs, self._text, num_ids, text_end)
         return RequestOutput(self._request.request_id, [completion], finished=False)
 
     def end(self, result: RequestOutput) -> RequestOutput:
@@ -168,7 +173,8 @@ class StreamBuilder:
         if self._cumulative:
             return result
         final = result.outputs[0]
-        last = self._part(final.token_ids, final.logprobs, final.text, len(final.token_ids), len(final.text))
+        num_ids, text_end = len(final.token_ids), len(final.text)
+        last = self._part(final.token_ids, final.logprobs, final.weight_epochs, final.text, num_ids, text_end)
         ending = replace(last, finish_reason=final.finish_reason, stop_reason=final.stop_reason)
         return replace(result, outputs=[ending])
 
@@ -196,12 +202,24 @@ class StreamBuilder:
         return max((_overlap(self._text, stop) for stop in self._stops), default=0)
 
     def _part(
-        self, token_ids: list[int], scores: TokenScores | None, text: str, num_ids: int, text_end: int
+        self,
+        token_ids: list[int],
+        scores: TokenScores | None,
+        epochs: list[tuple[int, int]],
+        text: str,
+        num_ids: int,
+        text_end: int,
     ) -> CompletionOutput:
         first_id, first_text = (0, 0) if self._cumulative else (self._ids_out, self._text_out)
         self._ids_out, self._text_out = num_ids, max(self._text_out, text_end)
         part_scores = None if scores is None else _spelled(scores.cut(first_id, num_ids), self._tokenizer)
-        return CompletionOutput(0, text[first_text : self._text_out], token_ids[first_id:num_ids], part_scores)
+        return CompletionOutput(
+            index=0,
+            text=text[first_text : self._text_out],
+            token_ids=token_ids[first_id:num_ids],
+            logprobs=part_scores,
+            weight_epochs=[(first, epoch) for first, epoch in epochs if first_id <= first < num_ids],
+        )
 
 
 def _overlap(whole: Sequence[object], stop: Sequence[object]) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from perdure.models.fields import Fields
 from perdure.ops.attention import LayerAttention
-from perdure.ops.linear import LinearForm
+from perdure.ops.kernels import Kernels, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class ModelConfig:
         return replace(self, attention=tuple(replace(kind, window=window) for kind, window in kinds))
 
 
-Weights = MutableMapping[str, Tensor]
-"""A model's weights by name. Building a model takes them out one by one, so that a form may lay each out anew without
-two copies of all of them."""
+Weights = MutableMapping[str, Weight]
+"""A model's weights by name. Building a model takes them out one by one, so that each may be laid out anew without two
+copies of all of them."""
 
 
 class Attend(Protocol):
@@ -138,7 +138,7 @@ class Family:
 
     architectures: tuple[str, ...]
     gguf: str | None
-    build: Callable[[ModelConfig, Weights, LinearForm], Model]
+    build: Callable[[ModelConfig, Weights, Kernels], Model]
     parameters: Callable[[ModelConfig], dict[str, Parts]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu", PARTIAL: 1.0})

@@ -15,16 +15,22 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from perdure.models.base import PARTIAL, Attend, Family, ModelConfig, Part, Parts, Weights
 from perdure.models.fields import Fields, layer_types
-from perdure.models.layers import GatedMLP, RotaryAttention, Turn, linear, norm_once, weights_of_heads
+from perdure.models.layers import (
+    GatedMLP,
+    RotaryAttention,
+    Turn,
+    as_tensor,
+    embedding_and_head,
+    norm_once,
+    weights_of_heads,
+)
 from perdure.models.tables import attention_parts, biased_linears, decoder_table, mlp_parts, norm_part
-from perdure.ops.activation import gelu_tanh_mul, soft_cap_
+from perdure.ops.activation import soft_cap_
 from perdure.ops.attention import LayerAttention
-from perdure.ops.linear import LinearForm
-from perdure.ops.norm import rms_norm_once
+from perdure.ops.kernels import Kernels
 from perdure.ops.rope import inverse_frequencies, rotary_table, rotations
 
 LOCAL_THETA = 10000.0
@@ -46,15 +52,17 @@ class Gemma3Config(ModelConfig):
 class Gemma3Layer:
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
-    def __init__(self, layer: int, config: ModelConfig, weights: Weights, form: LinearForm) -> None:
+    def __init__(self, layer: int, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         name, eps = f"layers.{layer}", config.rms_norm_eps
         heads = 1.0 + weights_of_heads(weights, name, config).float()
-        self._attention_norm = norm_once(weights, f"{name}.attention_norm", eps, added=1.0)
-        self._attention = RotaryAttention(layer, config, weights, name, form, lambda qk: rms_norm_once(qk, heads, eps))
-        self._attention_end_norm = norm_once(weights, f"{name}.attention_end_norm", eps, added=1.0)
-        self._mlp_norm = norm_once(weights, f"{name}.mlp_norm", eps, added=1.0)
-        self._mlp = GatedMLP(weights, name, form, gelu_tanh_mul)
-        self._mlp_end_norm = norm_once(weights, f"{name}.mlp_end_norm", eps, added=1.0)
+        self._attention_norm = norm_once(weights, f"{name}.attention_norm", eps, kernels, added=1.0)
+        self._attention = RotaryAttention(
+            layer, config, weights, name, kernels, lambda qk: kernels.rms_norm_once(qk, heads, eps)
+        )
+        self._attention_end_norm = norm_once(weights, f"{name}.attention_end_norm", eps, kernels, added=1.0)
+        self._mlp_norm = norm_once(weights, f"{name}.mlp_norm", eps, kernels, added=1.0)
+        self._mlp = GatedMLP(weights, name, kernels, kernels.gelu_tanh_mul)
+        self._mlp_end_norm = norm_once(weights, f"{name}.mlp_end_norm", eps, kernels, added=1.0)
 
     def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
         x = x + self._attention_end_norm(self._attention(self._attention_norm(x), turn, attend))
@@ -64,24 +72,24 @@ class Gemma3Layer:
 class Gemma3Model:
     """The whole decoder (`perdure.models.base.Model`)."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, form: LinearForm) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         assert isinstance(config, Gemma3Config)
         self.config: ModelConfig = config
         self._final_softcap = config.final_softcap
-        self._embedding = weights["embedding.weight"]
-        # Rounded to the embedding's type, as the model was trained.
-        self._embedding_scale = torch.tensor(config.hidden_size**0.5).to(self._embedding)
-        self._layers = [Gemma3Layer(layer, config, weights, form) for layer in range(config.num_layers)]
+        of_weights = as_tensor(weights["norm.weight"])
+        self._embedding, self._head = embedding_and_head(config, weights, kernels)
+        # Rounded to the type of the weights, as the model was trained.
+        self._embedding_scale = torch.tensor(config.hidden_size**0.5).to(of_weights)
+        self._layers = [Gemma3Layer(layer, config, weights, kernels) for layer in range(config.num_layers)]
         self._is_local = [kind.window is not None for kind in config.attention]
-        self._norm = norm_once(weights, "norm", config.rms_norm_eps, added=1.0)
-        self._head = form(self._embedding, None) if config.tie_word_embeddings else linear(weights, "head", form)
-        device, length = self._embedding.device, config.max_position_embeddings
+        self._norm = norm_once(weights, "norm", config.rms_norm_eps, kernels, added=1.0)
+        device, length = of_weights.device, config.max_position_embeddings
         of_local = inverse_frequencies(config.rotary_dim, config.local_theta)
         of_global = inverse_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
         self._rotary = [rotary_table(inverse.to(device), length) for inverse in (of_global, of_local)]
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = functional.embedding(token_ids, self._embedding) * self._embedding_scale
+        x = self._embedding(token_ids) * self._embedding_scale
         turns = [rotations(table, positions, x.dtype) for table in self._rotary]
         for layer, is_local in zip(self._layers, self._is_local, strict=True):
             x = layer(x, turns[is_local], attend)

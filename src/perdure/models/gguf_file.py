@@ -87,19 +87,29 @@ class GGUFFile:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start .. stop - 1 of a tensor, decoded if it is quantised (of a vector: its elements)."""
         tensor = self.tensors[name]
-        begin = tensor.begin + start * tensor.row_bytes
-        data = bytearray((stop - start) * tensor.row_bytes)
-        with self.path.open("rb") as file:
-            file.seek(begin)
-            complete = file.readinto(data) == len(data)
-        if not complete:
-            raise ModelLoadError(f"{self.path}: the file ended inside tensor {name!r} while it was being read")
+        data = self._bytes(name, start, stop)
         shape = (stop - start, *tensor.shape[1:])
         if tensor.type in PLAIN_TYPES:
             return torch.frombuffer(data, dtype=PLAIN_TYPES[tensor.type]).view(shape)
         _, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.type]]
         blocks = np.frombuffer(data, dtype=np.uint8).reshape(-1, block_bytes)
         return torch.from_numpy(BLOCK_TYPES[tensor.type].dequantize_blocks(blocks)).view(shape)
+
+    def stored_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """The same as they are stored: of a type of blocks, the blocks' bytes, [stop - start, row bytes]."""
+        if self.tensors[name].type in PLAIN_TYPES:
+            return self.rows(name, start, stop)
+        return torch.frombuffer(self._bytes(name, start, stop), dtype=torch.uint8).view(stop - start, -1)
+
+    def _bytes(self, name: str, start: int, stop: int) -> bytearray:
+        tensor = self.tensors[name]
+        data = bytearray((stop - start) * tensor.row_bytes)
+        with self.path.open("rb") as file:
+            file.seek(tensor.begin + start * tensor.row_bytes)
+            complete = file.readinto(data) == len(data)
+        if not complete:
+            raise ModelLoadError(f"{self.path}: the file ended inside tensor {name!r} while it was being read")
+        return data
 
 
 class _Header:

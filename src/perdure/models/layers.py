@@ -1,7 +1,7 @@
 """Building blocks of decoder families: a linear layer, norms, rotary attention, a gated MLP.
 
 - Products that read the same rows are one product: q, k, v and gate, up are joined when weights are loaded.
-- The form of a product is a function given at construction, so a block knows nothing of padding or kernels.
+- What computes is given at construction (`ops.kernels`), so a block knows nothing of padding or layouts.
 - Where families differ a block is given another function; no block knows a family.
 
 Shapes: N rows, H = hidden_size, Hq query heads, Hkv key/value heads, D = head_dim, I = intermediate_size.
@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from perdure.models.base import Attend, ModelConfig, Weights
-from perdure.ops.activation import silu_mul
-from perdure.ops.linear import LinearForm, Product
-from perdure.ops.norm import rms_norm, rms_norm_once
-from perdure.ops.rope import rotate
+from perdure.ops.kernels import Kernels, Weight
+from perdure.ops.linear import Product
 
 RowFunction = Callable[[Tensor], Tensor]
 """A function of rows, each row by itself."""
@@ -30,27 +28,41 @@ Layer = Callable[[Tensor, Turn, Attend], Tensor]
 """One layer of a decoder: x [N, H] in, x [N, H] out."""
 
 
-def linear(weights: Weights, name: str, form: LinearForm) -> Product:
-    """The product with a weight [M, K] and perhaps a bias [M]. The form owns them from here on."""
-    return form(weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None))
+def linear(weights: Weights, name: str, kernels: Kernels) -> Product:
+    """The product with a weight [M, K] and perhaps a bias [M]. It owns them from here on."""
+    bias = weights.pop(f"{name}.bias", None)
+    return kernels.linear(weights.pop(f"{name}.weight"), None if bias is None else as_tensor(bias))
 
 
-def norm(weights: Weights, name: str, eps: float) -> RowFunction:
+def as_tensor(weight: Weight) -> Tensor:
+    """A weight that is no product's."""
+    assert isinstance(weight, Tensor), "only the weights of products are packed"
+    return weight
+
+
+def norm(weights: Weights, name: str, eps: float, kernels: Kernels) -> RowFunction:
     """A root-mean-square norm with a weight [H]."""
-    weight = weights[f"{name}.weight"]
-    return lambda x: rms_norm(x, weight, eps)
+    weight = as_tensor(weights[f"{name}.weight"])
+    return lambda x: kernels.rms_norm(x, weight, eps)
 
 
-def norm_once(weights: Weights, name: str, eps: float, added: float = 0.0) -> RowFunction:
+def norm_once(weights: Weights, name: str, eps: float, kernels: Kernels, added: float = 0.0) -> RowFunction:
     """The same rounded once at the end, and with weight + added in the weight's place."""
-    weight = weights[f"{name}.weight"].float() + added
-    return lambda x: rms_norm_once(x, weight, eps)
+    weight = as_tensor(weights[f"{name}.weight"]).float() + added
+    return lambda x: kernels.rms_norm_once(x, weight, eps)
 
 
 def weights_of_heads(weights: Weights, name: str, config: ModelConfig) -> Tensor:
     """The weights of a norm of query heads and of one of key heads, laid out for all heads at once: [Hq + Hkv, D]."""
-    q, k = weights[f"{name}.q_norm.weight"], weights[f"{name}.k_norm.weight"]
+    q, k = as_tensor(weights[f"{name}.q_norm.weight"]), as_tensor(weights[f"{name}.k_norm.weight"])
     return torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)))
+
+
+def embedding_and_head(config: ModelConfig, weights: Weights, kernels: Kernels) -> tuple[RowFunction, Product]:
+    """The look-up of token ids [N] and the product that gives logits. A tied head shares the weight."""
+    weight = weights["embedding.weight"]
+    head = kernels.linear(weight, None) if config.tie_word_embeddings else linear(weights, "head", kernels)
+    return kernels.embedding(weight), head
 
 
 class RotaryAttention:
@@ -65,7 +77,7 @@ class RotaryAttention:
         config: ModelConfig,
         weights: Weights,
         name: str,
-        form: LinearForm,
+        kernels: Kernels,
         normalise: RowFunction | None = None,
     ) -> None:
         self._layer = layer
@@ -73,8 +85,9 @@ class RotaryAttention:
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
         self._normalise = normalise
-        self._qkv = linear(weights, f"{name}.qkv", form)
-        self._output = linear(weights, f"{name}.o", form)
+        self._rotate = kernels.rotate
+        self._qkv = linear(weights, f"{name}.qkv", kernels)
+        self._output = linear(weights, f"{name}.o", kernels)
 
     def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
         num_rows, num_heads, num_kv_heads = x.shape[0], self._num_heads, self._num_kv_heads
@@ -82,18 +95,18 @@ class RotaryAttention:
         qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         if self._normalise is not None:
             qk = self._normalise(qk)
-        q, k = rotate(qk, *turn).split((num_heads, num_kv_heads), dim=1)
+        q, k = self._rotate(qk, *turn).split((num_heads, num_kv_heads), dim=1)
         mixed = attend(self._layer, q, k, v)  # [N, Hq, D]
         return self._output(mixed.reshape(num_rows, num_heads * self._head_dim))
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)); `activate` does both, of [N, 2 * I]."""
+    """down(activation(gate(x)) * up(x)); `activate` does both, of [N, 2 * I]. None: silu."""
 
-    def __init__(self, weights: Weights, name: str, form: LinearForm, activate: RowFunction = silu_mul) -> None:
-        self._activate = activate
-        self._gate_up = linear(weights, f"{name}.gate_up", form)
-        self._down = linear(weights, f"{name}.down", form)
+    def __init__(self, weights: Weights, name: str, kernels: Kernels, activate: RowFunction | None = None) -> None:
+        self._activate = activate or kernels.silu_mul
+        self._gate_up = linear(weights, f"{name}.gate_up", kernels)
+        self._down = linear(weights, f"{name}.down", kernels)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._down(self._activate(self._gate_up(x)))

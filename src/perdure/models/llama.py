@@ -1,8 +1,8 @@
 """Llama 2, Llama 3 and what shares their shape (SmolLM2): pre-norm decoder, rotary GQA, gated MLP.
 
-- Single-device code: it is given its weights already joined (`parameters`) and its form of linear layer.
+- Single-device code: it is given its weights already joined (`parameters`) and what computes with them.
 - `parameters` is the one place where the model's weights meet the names of files, Hugging Face's and GGUF's.
-- Norms and rotary are computed per row; with an invariant form of linear layer and of attention, a row's hidden state
+- Norms and rotary are computed per row; with invariant products and attention, a row's hidden state
   depends on its own past alone, to the bit.
 - Heads are tied to the embedding by sharing the tensor, not by copying it.
 - Families that differ in their layers only build `LlamaModel` with layers of their own.
@@ -15,12 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
-from torch.nn import functional
 
 from perdure.models.base import Attend, Family, ModelConfig, Parts, Weights
-from perdure.models.layers import GatedMLP, Layer, RotaryAttention, RowFunction, Turn, linear, norm
+from perdure.models.layers import (
+    GatedMLP,
+    Layer,
+    RotaryAttention,
+    RowFunction,
+    Turn,
+    as_tensor,
+    embedding_and_head,
+    norm,
+)
 from perdure.models.tables import attention_parts, biased_linears, decoder_table, mlp_parts, norm_part
-from perdure.ops.linear import LinearForm
+from perdure.ops.kernels import Kernels
 from perdure.ops.rope import inverse_frequencies, rotary_table, rotations
 
 
@@ -32,14 +40,14 @@ class LlamaLayer:
         layer: int,
         config: ModelConfig,
         weights: Weights,
-        form: LinearForm,
+        kernels: Kernels,
         normalise: RowFunction | None = None,
     ) -> None:
         name = f"layers.{layer}"
-        self._attention_norm = norm(weights, f"{name}.attention_norm", config.rms_norm_eps)
-        self._attention = RotaryAttention(layer, config, weights, name, form, normalise)
-        self._mlp_norm = norm(weights, f"{name}.mlp_norm", config.rms_norm_eps)
-        self._mlp = GatedMLP(weights, name, form)
+        self._attention_norm = norm(weights, f"{name}.attention_norm", config.rms_norm_eps, kernels)
+        self._attention = RotaryAttention(layer, config, weights, name, kernels, normalise)
+        self._mlp_norm = norm(weights, f"{name}.mlp_norm", config.rms_norm_eps, kernels)
+        self._mlp = GatedMLP(weights, name, kernels)
 
     def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
         x = x + self._attention(self._attention_norm(x), turn, attend)
@@ -53,19 +61,19 @@ class LlamaModel:
         self,
         config: ModelConfig,
         weights: Weights,
-        form: LinearForm,
-        make_layer: Callable[[int, ModelConfig, Weights, LinearForm], Layer] = LlamaLayer,
+        kernels: Kernels,
+        make_layer: Callable[[int, ModelConfig, Weights, Kernels], Layer] = LlamaLayer,
     ) -> None:
         self.config = config
-        self._embedding = weights["embedding.weight"]
-        self._layers = [make_layer(layer, config, weights, form) for layer in range(config.num_layers)]
-        self._norm = norm(weights, "norm", config.rms_norm_eps)
-        self._head = form(self._embedding, None) if config.tie_word_embeddings else linear(weights, "head", form)
+        self._embedding, self._head = embedding_and_head(config, weights, kernels)
+        self._layers = [make_layer(layer, config, weights, kernels) for layer in range(config.num_layers)]
+        self._norm = norm(weights, "norm", config.rms_norm_eps, kernels)
         inverse = inverse_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
-        self._rotary = rotary_table(inverse.to(self._embedding.device), config.max_position_embeddings)
+        device = as_tensor(weights["norm.weight"]).device
+        self._rotary = rotary_table(inverse.to(device), config.max_position_embeddings)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = functional.embedding(token_ids, self._embedding)
+        x = self._embedding(token_ids)
         turn = rotations(self._rotary, positions, x.dtype)
         for layer in self._layers:
             x = layer(x, turn, attend)

@@ -12,21 +12,21 @@ from perdure.models.base import Attend, Family, ModelConfig, Part, Parts, Weight
 from perdure.models.layers import GatedMLP, RotaryAttention, Turn, norm_once
 from perdure.models.llama import LlamaModel
 from perdure.models.tables import attention_parts, biased_linears, decoder_table, mlp_parts, norm_part
-from perdure.ops.linear import LinearForm
+from perdure.ops.kernels import Kernels
 
 
 class Olmo2Layer:
     """x + norm(attention(x)), then x + norm(mlp(x))."""
 
-    def __init__(self, layer: int, config: ModelConfig, weights: Weights, form: LinearForm) -> None:
+    def __init__(self, layer: int, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         name, eps = f"layers.{layer}", config.rms_norm_eps
         self._num_heads = config.num_heads
-        self._q_norm = norm_once(weights, f"{name}.q_norm", eps)
-        self._k_norm = norm_once(weights, f"{name}.k_norm", eps)
-        self._attention = RotaryAttention(layer, config, weights, name, form, self._normalise)
-        self._attention_norm = norm_once(weights, f"{name}.attention_norm", eps)
-        self._mlp = GatedMLP(weights, name, form)
-        self._mlp_norm = norm_once(weights, f"{name}.mlp_norm", eps)
+        self._q_norm = norm_once(weights, f"{name}.q_norm", eps, kernels)
+        self._k_norm = norm_once(weights, f"{name}.k_norm", eps, kernels)
+        self._attention = RotaryAttention(layer, config, weights, name, kernels, self._normalise)
+        self._attention_norm = norm_once(weights, f"{name}.attention_norm", eps, kernels)
+        self._mlp = GatedMLP(weights, name, kernels)
+        self._mlp_norm = norm_once(weights, f"{name}.mlp_norm", eps, kernels)
 
     def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
         x = x + self._attention_norm(self._attention(x, turn, attend))
@@ -39,8 +39,8 @@ class Olmo2Layer:
         return flat.view(qk.shape)
 
 
-def build(config: ModelConfig, weights: Weights, form: LinearForm) -> LlamaModel:
-    return LlamaModel(config, weights, form, Olmo2Layer)
+def build(config: ModelConfig, weights: Weights, kernels: Kernels) -> LlamaModel:
+    return LlamaModel(config, weights, kernels, Olmo2Layer)
 
 
 def parameters(config: ModelConfig) -> dict[str, Parts]:

@@ -7,17 +7,16 @@ from perdure.models.base import Family, ModelConfig, Part, Parts, Weights
 from perdure.models.layers import weights_of_heads
 from perdure.models.llama import LlamaLayer, LlamaModel, layer_parts
 from perdure.models.tables import biased_linears, decoder_table
-from perdure.ops.linear import LinearForm
-from perdure.ops.norm import rms_norm
+from perdure.ops.kernels import Kernels
 
 
-def make_layer(layer: int, config: ModelConfig, weights: Weights, form: LinearForm) -> LlamaLayer:
+def make_layer(layer: int, config: ModelConfig, weights: Weights, kernels: Kernels) -> LlamaLayer:
     weight, eps = weights_of_heads(weights, f"layers.{layer}", config), config.rms_norm_eps
-    return LlamaLayer(layer, config, weights, form, lambda qk: rms_norm(qk, weight, eps))
+    return LlamaLayer(layer, config, weights, kernels, lambda qk: kernels.rms_norm(qk, weight, eps))
 
 
-def build(config: ModelConfig, weights: Weights, form: LinearForm) -> LlamaModel:
-    return LlamaModel(config, weights, form, make_layer)
+def build(config: ModelConfig, weights: Weights, kernels: Kernels) -> LlamaModel:
+    return LlamaModel(config, weights, kernels, make_layer)
 
 
 def parameters(config: ModelConfig) -> dict[str, Parts]:

@@ -8,16 +8,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from perdure.api.errors import ModelLoadError
-from perdure.models.base import Part
+from perdure.models.base import ModelConfig, Part
 from perdure.models.config import read_json
 from perdure.models.gguf_file import GGUFFile
 from perdure.models.safetensors_file import SafetensorsFile
@@ -54,13 +57,15 @@ class TensorFile(Protocol):
 class Store:
     """A model's tensors by stored name, each with the file that holds it.
 
-    interleaved: rotary heads are stored with their halves interleaved.
+    interleaved: rotary heads are stored with their halves interleaved. checksums: of every byte of each part that was
+    read to its end, by the name Hugging Face gives it.
     """
 
     path: Path
     names: Literal["hf", "gguf"]
     files: Mapping[str, TensorFile]
     interleaved: bool = False
+    checksums: dict[str, int] = field(default_factory=dict, compare=False)
 
     def check(self, parts: list[Part], ignored_suffixes: tuple[str, ...]) -> None:
         """Refuse the store unless it holds exactly these parts, in these shapes."""
@@ -81,6 +86,20 @@ class Store:
 
     def pieces(self, part: Part) -> Iterator[tuple[int, Tensor]]:
         """The part in order: the first row of each piece, and its rows in the type they are stored in."""
+        return self._summed(part, self._pieces(part))
+
+    def _summed(self, part: Part, pieces: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+        checksum = 0
+        for start, rows in pieces:
+            checksum = zlib.crc32(rows.contiguous().view(torch.uint8).numpy().data, checksum)
+            yield start, rows
+        self.checksums[part.hf] = checksum
+
+    def digest(self, config: ModelConfig) -> str:
+        """Of the model whose parts have all been read."""
+        return digest_of(config, self.checksums)
+
+    def _pieces(self, part: Part) -> Iterator[tuple[int, Tensor]]:
         name, num_rows = self._name(part), part.shape[0]
         file = self.files[name]
         if part.rotary_heads and self.interleaved:
@@ -96,8 +115,37 @@ class Store:
             rows = file.rows(name, start, min(start + step, num_rows))
             yield start, rows - added if added else rows
 
+    def stored_pieces(self, part: Part) -> Iterator[tuple[int, Tensor]]:
+        """The part in order as it is stored: floats, or the bytes of blocks (`GGUFFile.stored_rows`)."""
+        return self._summed(part, self._stored_pieces(part))
+
+    def _stored_pieces(self, part: Part) -> Iterator[tuple[int, Tensor]]:
+        name, num_rows = self._name(part), part.shape[0]
+        file = self.files[name]
+        assert isinstance(file, GGUFFile) and not part.gguf_added, "only a GGUF's blocks are kept as they are"
+        heads = part.rotary_heads if self.interleaved else 0
+        step = num_rows // heads if heads else max(PIECE_SIZE // math.prod(part.shape[1:]), 1)
+        for start in range(0, num_rows, step):
+            rows = file.stored_rows(name, start, min(start + step, num_rows))
+            yield start, torch.cat((rows[0::2], rows[1::2])) if heads else rows
+
+    def stored_type(self, part: Part) -> str:
+        """Of a part of a GGUF: F32, F16, BF16 or a type of blocks."""
+        file = self.files[self._name(part)]
+        assert isinstance(file, GGUFFile)
+        return file.tensors[self._name(part)].type
+
     def _name(self, part: Part) -> str:
         return part.hf if self.names == "hf" else part.gguf
+
+
+def digest_of(config: ModelConfig, numbers: Mapping[str, int]) -> str:
+    """Tells models apart: a configuration, and numbers that stand for its weights. No defence against forgery.
+
+    A checksum of every byte costs a tenth of a second for the default model, a twentieth of its loading.
+    """
+    told = f"{config} {sorted(numbers.items())}"
+    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
 
 def open_gguf(path: Path) -> GGUFFile:

@@ -1,7 +1,9 @@
 """Loading a model: from a Hugging Face directory, from a GGUF file, or with random weights for its shape.
 
 - Everything is checked before the first weight is read (`store`); a refusal names file and tensor.
-- Tensors are converted piece by piece into their final place, so peak memory is the weights plus some megabytes.
+- Tensors are converted piece by piece into their final place, so peak memory is the weights plus some megabytes: for
+  the compiled kernels, that is the layout they read.
+- `quantization="gguf"` keeps a GGUF's blocks: a quarter of the memory and less, and the same bits as their expansion.
 - On a CPU "auto" is float32 whatever the files store: other types are slower there, and only float32 products are known
   to give a row the same bits in any company.
 - Nothing is fetched, and pickled weights are never opened.
@@ -9,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +23,14 @@ from torch import Tensor
 from perdure.api.errors import InvalidValue, ModelNotFound
 from perdure.models.base import Model, ModelConfig, Parts, joined_shape
 from perdure.models.config import DTYPES, config_from_directory, config_from_gguf, sampling_defaults
-from perdure.models.digest import model_digest
 from perdure.models.registry import find_family
-from perdure.models.store import Store, directory_store, gguf_store, open_gguf
-from perdure.ops.linear import LINEAR_FORMS, can_pack, row_tile
+from perdure.models.store import Store, digest_of, directory_store, gguf_store, open_gguf
+from perdure.ops.choice import Choice, choose
+from perdure.ops.kernels import Kernels, Weight, choose_kernels
+from perdure.ops.native import Library, library, why_not
+from perdure.ops.native.weights import JoinedWeight, PackedWeight, packed_floats
 
+QUANTIZATIONS = ("gguf",)
 LOAD_FORMATS = ("auto", "dummy")
 DUMMY_SCALE = 0.02
 
@@ -36,8 +42,10 @@ NO_WEIGHTS = ("rotary_emb.inv_freq", "rope_freqs.weight")
 class LoadedModel:
     """A built model, the type it computes in, and what else its files say.
 
-    linear: the form of its products; row_tile: what a step's rows are best padded to for it.
-    num_parameters, num_bytes: of the weights as loaded; a tied head counts once. digest: of all of it (`digest`).
+    kernels: what it computes with. products: what serves each shape of weight, as measured.
+    quantization: "gguf" or None (weights are expanded).
+    num_parameters, num_bytes: of the weights as loaded; a tied head counts once.
+    digest: of configuration and weights (`store.digest_of`).
     tokenizer_source: where its tokenizer is. sampling_defaults: settings its generation_config.json suggests, by the
     names of `SamplingParams`.
     """
@@ -45,8 +53,9 @@ class LoadedModel:
     model: Model
     config: ModelConfig
     dtype: torch.dtype
-    linear: str
-    row_tile: int
+    kernels: Kernels
+    products: Mapping[str, str]
+    quantization: str | None
     num_parameters: int
     num_bytes: int
     digest: str
@@ -61,15 +70,15 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     linear: str = "auto",
+    quantization: str | None = None,
     device: str | torch.device = "cpu",
 ) -> LoadedModel:
     """Build the model at `path`, a Hugging Face directory or a GGUF file.
 
-    linear: the form of its products, a name of `ops.linear.LINEAR_FORMS`, or "auto" for the fastest invariant one.
+    linear: the form of products, a name `ops.kernels.choose_kernels` knows.
+    quantization: "gguf" keeps the blocks of a GGUF file as they are.
     load_format "dummy" reads the model's shape only and draws its weights from `seed`.
     """
-    if linear not in ("auto", *LINEAR_FORMS):
-        raise InvalidValue(f"linear={linear!r} is none of auto, {', '.join(LINEAR_FORMS)}")
     if load_format not in LOAD_FORMATS:
         raise InvalidValue(f"load_format={load_format!r} is none of {', '.join(LOAD_FORMATS)}")
     path, device = Path(path), torch.device(device)
@@ -81,27 +90,45 @@ def load_model(
     chosen = resolve_dtype(dtype, config.dtype, device)
     family = find_family(config.architecture, str(path))
     parameters = family.parameters(config)
+    try:
+        kernels = choose_kernels(linear, device, chosen)
+    except ValueError as error:
+        raise InvalidValue(str(error)) from None
+    native = library() if kernels.name == "native" else None
+    measured = Choice({})
+    if native is not None and linear == "auto" and quantization is None and load_format != "dummy":
+        measured = choose(native, [shape for parts in parameters.values() if len(shape := joined_shape(parts)) == 2])
+    if quantization is not None:
+        _check_quantization(quantization, path, gguf is not None and load_format != "dummy", native)
+    weights: dict[str, Weight]
+    store: Store | None = None
     if load_format == "dummy":
-        weights = _drawn(parameters, chosen, device, seed)
+        drawn = _drawn(parameters, chosen, device, seed)
+        num_parameters = sum(weight.numel() for weight in drawn.values())
+        weights = {name: _packed(drawn.pop(name), native) for name in list(drawn)}
     else:
         store = directory_store(path) if gguf is None else gguf_store(gguf, interleaved=family.gguf_interleaves)
         unread = (*NO_WEIGHTS, "lm_head.weight") if config.tie_word_embeddings else NO_WEIGHTS
         store.check([part for parts in parameters.values() for part in parts], unread)
-        weights = {name: _read(store, parts, chosen, device) for name, parts in parameters.items()}
-    num_parameters = sum(weight.numel() for weight in weights.values())
-    num_bytes = sum(weight.nbytes for weight in weights.values())
-    digest = model_digest(config, weights)  # now: building takes the weights apart
-    if linear == "auto":
-        linear = "packed" if can_pack(device, chosen) else "invariant"
+        num_parameters = sum(math.prod(joined_shape(parts)) for parts in parameters.values())
+        weights = {}
+        for name, parts in parameters.items():
+            shape = joined_shape(parts)
+            if native is None or len(shape) == 1 or measured.is_packed(shape):
+                weights[name] = _read(store, parts, chosen, device)
+            else:
+                weights[name] = _read_packed(store, parts, native, keep=quantization is not None)
+    num_bytes = sum(w.nbytes if isinstance(w, Tensor) else w.num_bytes for w in weights.values())
     return LoadedModel(
-        model=family.build(config, weights, LINEAR_FORMS[linear]),
+        model=family.build(config, weights, kernels),
         config=config,
         dtype=chosen,
-        linear=linear,
-        row_tile=row_tile(linear),
+        kernels=kernels,
+        products=measured.describe(),
+        quantization=quantization,
         num_parameters=num_parameters,
         num_bytes=num_bytes,
-        digest=digest,
+        digest=store.digest(config) if store is not None else digest_of(config, {"seed": seed}),
         tokenizer_source=path,
         sampling_defaults=sampling_defaults(path) if gguf is None else {},
     )
@@ -114,6 +141,43 @@ def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch
     if name not in DTYPES:
         raise InvalidValue(f"dtype={name!r} is none of auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def _check_quantization(quantization: str, path: Path, is_gguf: bool, native: Library | None) -> None:
+    if quantization not in QUANTIZATIONS:
+        raise InvalidValue(f"quantization={quantization!r} is none of {', '.join(QUANTIZATIONS)}")
+    if not is_gguf:
+        raise InvalidValue(f"quantization='gguf' keeps the blocks of a GGUF file; {path} is loaded as none")
+    if native is None:
+        reason = why_not() or "another form of products was asked for"
+        raise InvalidValue(f"quantization='gguf' needs compiled kernels in float32: {reason}")
+
+
+def _packed(weight: Tensor, native: Library | None) -> Weight:
+    return weight if native is None or weight.dim() == 1 else packed_floats(native, weight)
+
+
+_FLOATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+
+
+def _read_packed(store: Store, parts: Parts, native: Library, *, keep: bool) -> JoinedWeight:
+    """One weight of products in the layout of the kernels: expanded to fp32, or (keep) in the types it is stored in."""
+    if not keep:
+        rows, width = joined_shape(parts)
+        whole, offset = PackedWeight(native, "f32", rows, width), 0
+        for part in parts:
+            for start, piece in store.pieces(part):
+                whole.fill(offset + start, piece)
+            offset += part.shape[0]
+        return JoinedWeight((whole,))
+    kept: list[PackedWeight] = []
+    for part in parts:
+        stored = store.stored_type(part)
+        weight = PackedWeight(native, _FLOATS.get(stored, stored), *part.shape)
+        for start, piece in store.stored_pieces(part):
+            weight.fill(start, piece)
+        kept.append(weight)
+    return JoinedWeight(tuple(kept))
 
 
 def _read(store: Store, parts: Parts, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 - Steps run in the order of launch; `launch` returns before the step has run.
 - A step's own failure is in its output (`StepOutput.errors`), never an exception of `wait`.
+- A directive is done between steps, and its failure is in its outcome.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from perdure.api.directive import Directive, Outcome
 from perdure.api.plan import DeviceRow, StepOutput, StepPlan
 
 
@@ -25,6 +27,10 @@ class Device(Protocol):
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Hand over a step and return at once."""
+        ...
+
+    def perform(self, directive: Directive) -> Outcome:
+        """Do it, and return when it is done. No step is in flight."""
         ...
 
     def check(self, rows: Sequence[DeviceRow]) -> None:

@@ -2,7 +2,9 @@
 
 - "KV" at a position is a 64-bit number chained from the one before it, read back through the block table, so a wrong
   page, a lost token or a stale row changes every later token.
-- It fails on any read of a slot that was never written, and on any tail of a page that was not cleared before use.
+- It fails on any read of a slot that was never written or is away, and on any tail of a page that was not cleared
+  before use.
+- Its weights are a number that changes the content of every position.
 - Nothing is executed before somebody waits for it, so a decision that needs a result in flight cannot be right by luck.
 - Each plan is encoded and decoded on its way in.
 """
@@ -17,20 +19,25 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from perdure.api.directive import Clear, Directive, LoadWeights, Outcome, Sleep, Wake
+from perdure.api.errors import DeviceError
+from perdure.api.event import Failure
 from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, DeviceRow, RowInit, ScoreColumns, StepOutput, StepPlan
 
 _MASK = 2**63 - 1
 _DIRT = np.uint64(2**64 - 1)
 _CLEARED = np.uint64(0)
+_BROKEN = -1
+"""Weights that were dropped, or written in part."""
 
 
 class DeviceFault(AssertionError):
     """The plan made the device read what nobody wrote."""
 
 
-def chain(before: int, token: int) -> int:
-    """The content of a position: of its token and of all before it. Never zero."""
-    mixed = (before * 6364136223846793005 + (token + 1) * 1442695040888963407) & _MASK
+def chain(before: int, token: int, weights: int = 0) -> int:
+    """The content of a position: of its token, of all before it and of the weights. Never zero."""
+    mixed = (before * 6364136223846793005 + (token + 1 + weights * 1013904223) * 1442695040888963407) & _MASK
     return ((mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D & _MASK) | 1
 
 
@@ -55,7 +62,10 @@ def top(content: int, token: int, count: int, vocab_size: int) -> tuple[list[int
 
 class FakeDevice:
     """rows, pages and arithmetic as above. fail(plan) names rows of a step that shall fail, with messages;
-    fail_all(plan): the whole step fails before anything of it took place."""
+    fail_all(plan): the whole step fails before anything of it took place; fail_directive(directive): it fails.
+
+    staged: weights by the ticket of their update, put here before it is sent.
+    """
 
     def __init__(
         self,
@@ -65,12 +75,20 @@ class FakeDevice:
         vocab_size: int,
         fail: Callable[[StepPlan], dict[int, str]] = lambda plan: {},
         fail_all: Callable[[StepPlan], bool] = lambda plan: False,
+        fail_directive: Callable[[Directive], bool] = lambda directive: False,
     ) -> None:
         self.vocab_size = vocab_size
         self.num_executed = 0
         self._page_size = page_size
         self._fail = fail
         self._raise = fail_all
+        self._fail_directive = fail_directive
+        self.staged: dict[int, int] = {}
+        self.weights = 0
+        self._kv_asleep = False
+        self._away: dict[int, np.ndarray] = {}
+        """Content of pages that were copied out."""
+        self._weights_away: int | None = None
         self._kv = np.full((num_pages, page_size), _DIRT, np.uint64)
         self._tables: list[list[int]] = [[] for _ in range(num_slots)]
         self._settings: list[RowInit | None] = [None] * num_slots
@@ -85,6 +103,8 @@ class FakeDevice:
         wire = msgspec.msgpack.encode(plan)
         received = self._decoder.decode(wire)
         assert received == plan, "a plan changes on the wire"
+        if self._kv_asleep or self._weights_away is not None or self.weights == _BROKEN:
+            raise DeviceFault("a step is launched while the device is asleep, or its weights are not whole")
         ticket = FakeTicket(self, received)
         self._queue.append(ticket)
         return ticket
@@ -98,6 +118,53 @@ class FakeDevice:
 
     def close(self) -> None:
         self._queue.clear()
+
+    def perform(self, directive: Directive) -> Outcome:
+        received = msgspec.msgpack.decode(msgspec.msgpack.encode(directive), type=Directive)
+        assert received == directive, "a directive changes on the wire"
+        if self._queue:
+            raise DeviceFault("a directive while steps are in flight")
+        if self._fail_directive(directive):
+            if isinstance(directive, LoadWeights):
+                self.weights = _BROKEN
+            return Outcome(Failure.of(DeviceError("planted")), changed=isinstance(directive, LoadWeights))
+        match directive:
+            case Sleep():
+                self._sleep(directive)
+            case Wake():
+                self._wake(directive)
+            case Clear():
+                self._kv[:] = _DIRT
+            case LoadWeights(ticket):
+                if self._weights_away is not None:
+                    raise DeviceFault("weights are loaded while they are asleep")
+                self.weights = self.staged.pop(ticket)
+                return Outcome(weights=str(self.weights))
+        return Outcome()
+
+    def _sleep(self, directive: Sleep) -> None:
+        if self._kv_asleep:
+            raise DeviceFault("asleep already")
+        self._kv_asleep = True
+        if directive.kv != "persist":
+            self._away = {page: self._kv[page].copy() for page in directive.pages}
+            self._kv[:] = _DIRT
+        if directive.weights != "keep":
+            self._weights_away = self.weights if directive.weights == "offload" else _BROKEN
+            self.weights = _BROKEN
+
+    def _wake(self, directive: Wake) -> None:
+        if directive.weights and self._weights_away is not None:
+            self.weights, self._weights_away = self._weights_away, None
+        if directive.kv:
+            if not self._kv_asleep:
+                raise DeviceFault("not asleep")
+            if not {*directive.pages} <= {*self._away}:
+                raise DeviceFault("a page is wanted back that was not copied out")
+            for page in directive.pages:
+                self._kv[page] = self._away[page]
+            self._away = {}
+            self._kv_asleep = False
 
     def run_until(self, ticket: FakeTicket) -> None:
         while ticket.output is None:
@@ -122,6 +189,7 @@ class FakeDevice:
             if index != len(table):
                 raise DeviceFault(f"slot {slot}: entry {index} of a block table with {len(table)} entries")
             table.append(page)
+        self._kv[plan.poisoned_pages] = _DIRT
         self._kv[plan.fresh_pages] = _CLEARED
         self._failed.update((plan.slot[row], message) for row, message in self._fail(plan).items())
         failed = {row: self._failed[slot] for row, slot in enumerate(plan.slot) if slot in self._failed}
@@ -178,7 +246,7 @@ class FakeDevice:
             raise DeviceFault(f"slot {slot}: a page after position {start} was not cleared before use")
         before = int(content[start - 1]) if start else 1
         for at, token in enumerate(tokens, start):
-            before = chain(before, token)
+            before = chain(before, token, self.weights)
             content[at] = before
             self._kv[pages[at // size], at % size] = before
         return content[:end]

@@ -3,6 +3,7 @@
 - A page is `page_size` positions of one request (or of a shared prefix) in every layer.
 - A page is cleared before its first use, so every position that was never written reads as 0, never as NaN.
 - Pages are fp32 whatever the model computes in: products of half types are several times slower on most CPUs.
+- Pages can be copied out and all memory given back; they come again to the same addresses, bit for bit.
 - Who owns a page is not known here.
 
 Shapes: L layers, Hkv key heads, P pages, D head size.
@@ -10,8 +11,9 @@ Shapes: L layers, Hkv key heads, P pages, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from perdure.models.base import ModelConfig
@@ -34,12 +36,36 @@ class KVStore:
         shape = (config.num_layers, 2, config.num_kv_heads, num_pages, page_size, config.head_dim)
         self._pool = self._arena.tensor(DTYPE).view(shape)
         self.layers = list(self._pool)
+        self._away: tuple[list[int], torch.Tensor] | None = None
+        """Pages that were copied out, ascending, and their content [L, 2, Hkv, n, page_size, D]."""
 
     def clear(self, pages: Iterable[int]) -> None:
         """Zero these pages in every layer."""
         for page in pages:
             self._pool[:, :, :, page].zero_()
 
+    def poison(self, pages: Sequence[int]) -> None:
+        """Fill pages with NaN, so that whoever reads what it did not write is found out."""
+        self._pool.index_fill_(3, torch.tensor(pages), torch.nan)
+
     def release(self) -> None:
         """Give the memory back to the system; every page reads as zeros."""
         self._arena.release()
+        self._away = None
+
+    def offload(self, pages: Sequence[int]) -> None:
+        """Copy these pages out, ascending, and give all memory back. RuntimeError: no memory for the copy; nothing
+        has changed."""
+        copy = self._pool.index_select(3, torch.tensor(pages, dtype=torch.int64))
+        self._arena.release()
+        self._away = list(pages), copy
+
+    def restore(self, pages: Sequence[int]) -> None:
+        """Bring back those of the pages that are still wanted, ascending. What was not offloaded is there already."""
+        if self._away is None:
+            return
+        away, copy = self._away
+        if list(pages) != away:
+            copy = copy.index_select(3, torch.from_numpy(np.searchsorted(away, pages)))
+        self._pool.index_copy_(3, torch.tensor(pages, dtype=torch.int64), copy)
+        self._away = None

@@ -14,10 +14,12 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from perdure.api.directive import Clear, Directive, Sleep, Wake
 from perdure.api.plan import DeviceRow, ScoreColumns, StepOutput, StepPlan
 from perdure.models.base import Model
 from perdure.ops.attention import CacheShape, make_attention
 from perdure.ops.kv_write import plan_kv_write
+from perdure.ops.native import library
 from perdure.runner.failed_rows import with_rows, without_rows
 from perdure.runner.inputs import pack
 from perdure.runner.kv_store import KVStore
@@ -58,6 +60,7 @@ class Runner:
         self.attention_backend = self._forms[self._kinds[0]].name
         self.attention = ", ".join(dict.fromkeys(form.kernel for form in self._forms.values()))
         self._row_tile = row_tile
+        self._native = library()
         self._failed: dict[int, str] = {}
         self._kv = KVStore(config, num_pages, page_size)
         self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size))
@@ -87,6 +90,23 @@ class Runner:
         for row in rows:
             self._rows.check(row)
 
+    @torch.inference_mode()
+    def perform(self, directive: Directive) -> None:
+        """Between steps: give memory back, take it again, load weights. Raises where it cannot."""
+        match directive:
+            case Sleep(kv, weights, pages):
+                assert weights == "keep"
+                if kv == "offload":
+                    self._kv.offload(pages)
+                elif kv == "recompute":
+                    self._kv.release()
+            case Wake(kv, weights, pages):
+                if kv:
+                    self._kv.restore(pages)
+            case Clear():
+                self._kv.release()
+                self._failed.clear()
+
     def fail(self, slots: Iterable[int], message: str) -> None:
         """The rows in these slots hold nothing to go on from: they fail in steps launched already, and write nothing,
         until their slot gets another request."""
@@ -94,8 +114,12 @@ class Runner:
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepOutput:
+        if self._native is not None:
+            self._native.follow_torch()  # this thread's own number
         # First of all and whatever happens after: later steps rely on these.
         self._rows.apply(plan)
+        if plan.poisoned_pages:
+            self._kv.poison(plan.poisoned_pages)
         self._kv.clear(plan.fresh_pages)
         if not plan.slot:
             return StepOutput(plan.step, [], [], ScoreColumns.empty(), ScoreColumns.empty(), [])

@@ -11,6 +11,9 @@ import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
 
+from perdure.api.directive import Directive, Outcome
+from perdure.api.errors import DeviceError, PerdureError
+from perdure.api.event import Failure
 from perdure.api.plan import DeviceRow, ScoreColumns, StepOutput, StepPlan
 from perdure.runner.runner import Runner
 
@@ -53,6 +56,15 @@ class ThreadedRunner:
 
     def check(self, rows: Sequence[DeviceRow]) -> None:
         self._runner.check(rows)
+
+    def perform(self, directive: Directive) -> Outcome:
+        """On the caller's thread: with no step in flight the runner is nobody else's."""
+        try:
+            self._runner.perform(directive)
+        except Exception as error:
+            known = error if isinstance(error, PerdureError) else DeviceError(f"{type(error).__name__}: {error}")
+            return Outcome(Failure.of(known))
+        return Outcome()
 
     def close(self) -> None:
         """Run what was launched, then end the thread. Closing twice is closing once."""

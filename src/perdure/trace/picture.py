@@ -15,8 +15,8 @@ from xml.sax.saxutils import escape
 from perdure.trace.timeline import State, Timeline, Track
 
 WIDTH, MARGIN = 1000.0, 24.0
-LEFT, RIGHT = 120.0, 860.0
-"""Where time begins and ends: before it are the labels, after it how the last requests ended."""
+LEAST_LEFT, RIGHT = 120.0, 860.0
+"""Where time begins, unless labels are long, and where it ends: after it stands how the last requests ended."""
 
 ROW_HEIGHT, ROWS_HEIGHT = 24.0, 1200.0
 """Of one row, and of all where there are many."""
@@ -43,12 +43,12 @@ STYLE = """
   .ground { fill: #ffffff; stroke: #d1d9e0; } .quiet { fill: #59636e; } .title { font-size: 15px; font-weight: 600; }
   .grid { stroke: #d1d9e0; fill: none; } .full { stroke: #59636e; stroke-dasharray: 3 3; fill: none; }
   .pool { fill: #56b4e9; fill-opacity: 0.45; stroke: #0072b2; } .mark { fill: #1f2328; stroke: #ffffff; }
-  .ended { fill: #1f2328; } .engine { fill: #59636e; fill-opacity: 0.18; }
+  .ended { fill: #1f2328; } .engine { fill: #59636e; fill-opacity: 0.4; } .suspended { fill: #332288; }
   %s
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3; } .ground { fill: #0d1117; stroke: #30363d; } .quiet { fill: #9198a1; }
     .grid { stroke: #262c34; } .full { stroke: #9198a1; } .pool { stroke: #56b4e9; }
-    .mark { fill: #e6edf3; stroke: #0d1117; } .ended { fill: #e6edf3; } .engine { fill: #9198a1; fill-opacity: 0.25; }
+    .mark { fill: #e6edf3; stroke: #0d1117; } .ended { fill: #e6edf3; } .suspended { fill: #8a7ee0; }
     %s
   }
 """
@@ -68,13 +68,15 @@ class _Picture:
         self.start = min((track.queued for track in self.tracks), default=0.0)
         ends = [timeline.duration if track.ended is None else track.ended for track in self.tracks]
         self.seconds = max(max(ends, default=timeline.duration) - self.start, 1e-6)
+        letters = max((len(track.label) for track in self.tracks), default=0)
+        self.left = max(LEAST_LEFT, MARGIN + LETTER * letters + 8)
         self.y = MARGIN
 
     def text(self) -> str:
         head, legend = [*self._head()], [*self._legend()]
         top = self.y
         requests, pool = [*self._requests()], [*self._pool()]
-        behind = [*self._grid(top), *self._engine(top)]
+        grid, engine = [*self._grid(top)], [*self._engine(top)]
         axis = [*self._axis()]
         height = self.y + MARGIN / 2
         light, dark = (" ".join(f".{s} {{ fill: {look[at]}; }}" for s, look in STATES.items()) for at in (2, 3))
@@ -86,9 +88,10 @@ class _Picture:
                 f'<rect class="ground" x="0.5" y="0.5" width="{WIDTH - 1:.0f}" height="{height - 1:.0f}" rx="8"/>',
                 *head,
                 *legend,
-                *behind,
+                *grid,
                 *requests,
                 *pool,
+                *engine,
                 *axis,
                 "</svg>\n",
             ]
@@ -124,7 +127,7 @@ class _Picture:
         marks = [mark.kind for track in self.tracks for mark in track.marks]
         entries += [(kind, "mark", 1.0) for kind in MARKS if kind in marks]
         states = dict.fromkeys(span.state for span in self.timeline.engine_spans)
-        entries += [(f"engine {state}", "engine", 1.0) for state in states]
+        entries += [(f"engine {state}", f"engine {state}", 1.0) for state in states]
         x = MARGIN
         for name, style, part in entries:
             width = 24 + LETTER * len(name)
@@ -151,7 +154,7 @@ class _Picture:
             middle = self.y + height * (number + 0.5)
             self._draw(track, middle, bar, paths)
             if number % label_every == 0:
-                words.append(_text(LEFT - 8, middle + 4, track.label, "", "end"))
+                words.append(_text(self.left - 8, middle + 4, track.label, "", "end"))
             if label_every == 1:
                 words += self._end(track, middle, bar)
             words += [_diamond(self._x(mark.time), middle) for mark in track.marks if mark.kind in MARKS]
@@ -163,7 +166,7 @@ class _Picture:
         for span in track.spans:
             x, end = self._x(span.start), self._x(span.end)
             gap = 0.8 if span.num_tokens and end - x > 4 else 0.0  # so that chunks can be told apart
-            height = max(bar * STATES[span.state][1], min(bar, 2.0))
+            height = max(bar * STATES[span.state][1], 0.5)
             width = max(end - x - gap, 0.7)
             paths[span.state].append(f"M{x:.1f} {middle - height / 2:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z")
 
@@ -179,22 +182,22 @@ class _Picture:
         num_pages = self.timeline.config.num_pages
         top, bottom = self.y, self.y + POOL_HEIGHT
         line = "".join(f"H{x:.1f}V{bottom - POOL_HEIGHT * held / num_pages:.1f}" for x, held in self._held())
-        yield f'<path class="pool" d="M{LEFT:.1f} {bottom:.1f}{line}H{RIGHT:.1f}V{bottom:.1f}z"/>'
-        yield f'<path class="full" d="M{LEFT:.1f} {top:.1f}H{RIGHT:.1f}"/>'
-        yield _text(LEFT - 8, top + 4, _counted(num_pages, "page"), "quiet", "end")
-        yield _text(LEFT - 8, (top + bottom) / 2 + 4, "held", "", "end")
-        yield _text(LEFT - 8, bottom + 4, "0", "quiet", "end")
+        yield f'<path class="pool" d="M{self.left:.1f} {bottom:.1f}{line}H{RIGHT:.1f}V{bottom:.1f}z"/>'
+        yield f'<path class="full" d="M{self.left:.1f} {top:.1f}H{RIGHT:.1f}"/>'
+        yield _text(self.left - 8, top + 4, _counted(num_pages, "page"), "quiet", "end")
+        yield _text(self.left - 8, (top + bottom) / 2 + 4, "held", "", "end")
+        yield _text(self.left - 8, bottom + 4, "0", "quiet", "end")
         self.y = bottom
 
     def _held(self) -> Iterator[tuple[float, int]]:
         """How many pages are held from x on. Of what changes within half a pixel the largest number is shown."""
-        last_x, last = LEFT, 0
+        last_x, last = self.left, 0
         for time, level in self.timeline.levels:
             x, held = self._x(time), self.timeline.config.num_pages - level.num_free_pages
             if x >= RIGHT:
                 break
             if x < last_x + 0.5:
-                last = max(held, last) if x > LEFT else held
+                last = max(held, last) if x > self.left else held
             else:
                 yield last_x, last
                 last_x, last = x, held
@@ -203,11 +206,11 @@ class _Picture:
     # Across all of it
 
     def _engine(self, top: float) -> Iterator[str]:
-        """Spans in which the whole engine was paused or suspended."""
+        """Spans in which the engine was paused or suspended lie over all that stood still, in that state's colour."""
         for span in self.timeline.engine_spans:
-            x, end = (min(max(self._x(time), LEFT), RIGHT) for time in (span.start, span.end))
+            x, end = (min(max(self._x(time), self.left), RIGHT) for time in (span.start, span.end))
             if end > x:
-                yield _box("engine", x, top - 6, max(end - x, 1.0), self.y - top + 6)
+                yield _box(f"engine {span.state}", x, top - 6, max(end - x, 1.0), self.y - top + 6)
 
     def _grid(self, top: float) -> Iterator[str]:
         for tick in self._ticks():
@@ -225,7 +228,7 @@ class _Picture:
         return [apart * number for number in range(int(self.seconds / apart + 1e-9) + 1)]
 
     def _x(self, time: float) -> float:
-        return LEFT + (RIGHT - LEFT) * (time - self.start) / self.seconds
+        return self.left + (RIGHT - self.left) * (time - self.start) / self.seconds
 
 
 def _text(x: float, y: float, text: str, style: str, anchor: str = "start") -> str:

@@ -21,7 +21,7 @@ from perdure.api.request import RequestId
 from perdure.core.journal import Committed, Entry, Launched, Level, Told
 
 State = Literal["waiting", "prefill", "decode", "paused", "evicted", "recompute"]
-"""evicted: waits to be computed again. recompute: is computed again, what it had generated with it."""
+"""evicted: waits to be computed again, for whatever reason. recompute: is computed again, its output so far with it."""
 
 UNREMARKABLE = ("running", "stopped")
 """States of an engine that need no span: what they mean for requests is seen at these."""
@@ -78,7 +78,10 @@ class Track:
         self.num_output = 0
         self.num_pauses = 0
         self.num_evictions = 0
+        self.num_puts_back = 0
+        """How often its pages were taken, by eviction or with the whole engine's."""
         self._since = time
+        self._num_residencies = 0
         self._is_resident = False
         self._is_paused = False
         self._num_left = 0
@@ -103,11 +106,11 @@ class Track:
     @property
     def _state(self) -> State:
         if not self._is_resident:
-            return "evicted" if self.num_evictions else "waiting"
+            return "evicted" if self._num_residencies else "waiting"
         if self._is_paused:
             return "paused"
         if self._num_left > 0:
-            return "recompute" if self.num_evictions else "prefill"
+            return "recompute" if self._num_residencies > 1 else "prefill"
         return "decode"
 
     def take(self, moment: Moment, time: float) -> None:
@@ -117,6 +120,7 @@ class Track:
                 pass
             case "scheduled":
                 self._close(time)
+                self._num_residencies += 1
                 self._is_resident, self._is_paused, self._num_left = True, False, moment.num_tokens
             case "chunk":
                 if not self._is_paused:
@@ -129,10 +133,11 @@ class Track:
             case "resumed":
                 self._close(time)
                 self._is_paused = False
-            case "evicted":
+            case "evicted" | "dropped":
                 self._close(time)
                 self._is_resident = self._is_paused = False
-                self.num_evictions += 1
+                self.num_evictions += moment.kind == "evicted"
+                self.num_puts_back += 1
             case "ended":
                 self._close(time)
                 self.ended, self.end_reason, self.num_output = time, str(moment.detail), moment.num_tokens

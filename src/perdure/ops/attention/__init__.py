@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from perdure.ops.attention.base import AttentionForm, AttentionRows, CacheShape, LayerAttention, PlannedAttention
 from perdure.ops.attention.plain import PlainAttention
 from perdure.ops.attention.reference import ReferenceAttention
 from perdure.ops.attention.tiled import TiledAttention
+from perdure.ops.native import library, why_not
+from perdure.ops.native.attention import NativeAttention, can_attend
 
-FORMS: dict[str, Callable[[CacheShape, LayerAttention], AttentionForm]] = {
-    "plain": PlainAttention,
-    "reference": ReferenceAttention,
-    "tiled": TiledAttention,
-}
+FORMS = ("native", "tiled", "plain", "reference")
 
 __all__ = [
     "FORMS",
@@ -31,11 +27,20 @@ def make_attention(name: str, shape: CacheShape, layer: LayerAttention, *, batch
 
     ValueError: an unknown name, a form that is not invariant where that was asked, or one without what the kind needs.
     """
+    found = library()
     if name == "auto":
-        name = "tiled"
+        name = "native" if found is not None and can_attend(shape) else "tiled"
     if name not in FORMS:
         raise ValueError(f"attention_backend={name!r} is none of auto, {', '.join(FORMS)}")
-    form = FORMS[name](shape, layer)
-    if batch_invariant and not form.batch_invariant:
-        raise ValueError(f"attention_backend={name!r} is not batch invariant; use 'tiled' or batch_invariant=False")
-    return form
+    if name == "native":
+        if found is None:
+            raise ValueError(f"attention_backend='native' needs compiled kernels: {why_not()}")
+        return NativeAttention(found, shape, layer)
+    if batch_invariant and name == "plain":
+        raise ValueError("attention_backend='plain' is not batch invariant; use 'auto' or batch_invariant=False")
+    forms: dict[str, type[TiledAttention | PlainAttention | ReferenceAttention]] = {
+        "tiled": TiledAttention,
+        "plain": PlainAttention,
+        "reference": ReferenceAttention,
+    }
+    return forms[name](shape, layer)

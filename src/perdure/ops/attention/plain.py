@@ -22,8 +22,7 @@ from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
 class PlainAttention:
     """See the module's docstring."""
 
-    name = "plain"
-    kernel = "plain attention"
+    name = kernel = "plain"
     batch_invariant = False
 
     def __init__(self, shape: CacheShape, layer: LayerAttention) -> None:

@@ -1,0 +1,124 @@
+"""The functions a model's layers are built from, chosen together when the model is built; models never branch on it.
+
+- `torch_kernels` joins torch's with one of the forms of products in `linear`; `native_kernels` is all in C
+  (`ops.native`), the default on a CPU that has a compiler. Of the default, products whose weight comes as a tensor are
+  oneDNN's: that is how a shape it serves better (`choice`) gets it.
+
+Shapes: as in `linear`, `norm`, `activation` and `rope`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from perdure.ops import activation, norm, rope
+from perdure.ops.linear import LINEAR_FORMS, Product, can_pack, packed, row_tile
+from perdure.ops.native import Library, library, why_not
+from perdure.ops.native.rows import RowKernels
+from perdure.ops.native.weights import JoinedWeight, packed_floats
+
+Weight = Tensor | JoinedWeight
+"""[M, K]. Torch's forms take tensors, the native ones both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """One form of each function.
+
+    name: of the products' form. version: what the bits depend on beside it, in words.
+    row_tile: rows a step is best padded to a multiple of.
+    linear: y = x @ w.T + b; it may lay the weight out anew and forget the original.
+    embedding: rows of a weight by their numbers, int64 [N] in, [N, K] out.
+    """
+
+    name: str
+    version: str
+    row_tile: int
+    linear: Callable[[Weight, Tensor | None], Product]
+    embedding: Callable[[Weight], Callable[[Tensor], Tensor]]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rms_norm_once: Callable[[Tensor, Tensor, float], Tensor]
+    silu_mul: Callable[[Tensor], Tensor]
+    gelu_tanh_mul: Callable[[Tensor], Tensor]
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def torch_kernels(form: str) -> Kernels:
+    """Torch's functions, with the products of this form (`LINEAR_FORMS`)."""
+    multiply = LINEAR_FORMS[form]
+
+    def linear(w: Weight, b: Tensor | None) -> Product:
+        assert isinstance(w, Tensor), "only native kernels read packed weights"
+        return multiply(w, b)
+
+    def embedding(w: Weight) -> Callable[[Tensor], Tensor]:
+        assert isinstance(w, Tensor), "only native kernels read packed weights"
+        return lambda ids: functional.embedding(ids, w)
+
+    return Kernels(
+        name=form,
+        version=f"torch {torch.__version__}" + (f" (not compiled: {why_not()})" if why_not() else ""),
+        row_tile=row_tile(form),
+        linear=linear,
+        embedding=embedding,
+        rms_norm=norm.rms_norm,
+        rms_norm_once=norm.rms_norm_once,
+        silu_mul=activation.silu_mul,
+        gelu_tanh_mul=activation.gelu_tanh_mul,
+        rotate=rope.rotate,
+    )
+
+
+def native_kernels(library: Library, *, packs_all: bool = True) -> Kernels:
+    """The kernels in C. packs_all: those weights, too, that come as tensors; else oneDNN's product takes them."""
+    rows = RowKernels(library)
+
+    def joined(w: Weight) -> JoinedWeight:
+        return packed_floats(library, w) if isinstance(w, Tensor) else w
+
+    def linear(w: Weight, b: Tensor | None) -> Product:
+        if isinstance(w, Tensor) and not packs_all:
+            return packed(w, b)
+        return partial(joined(w).multiply, bias=b)
+
+    def embedding(w: Weight) -> Callable[[Tensor], Tensor]:
+        if isinstance(w, Tensor) and not packs_all:
+            return lambda ids: functional.embedding(ids, w)
+        return joined(w).rows
+
+    return Kernels(
+        name="native",
+        version=library.version,
+        row_tile=1,
+        linear=linear,
+        embedding=embedding,
+        rms_norm=rows.rms_norm,
+        rms_norm_once=rows.rms_norm,
+        silu_mul=rows.silu_mul,
+        gelu_tanh_mul=rows.gelu_tanh_mul,
+        rotate=rows.rotate,
+    )
+
+
+def choose_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The kernels whose products are called `name`: "native", one of `LINEAR_FORMS`, or "auto", the fastest that give a
+    row the same bits in any company. ValueError: an unknown name, or native where there are none."""
+    names = ("native", *LINEAR_FORMS)
+    if name not in ("auto", *names):
+        raise ValueError(f"linear={name!r} is none of auto, {', '.join(names)}")
+    fits = device.type == "cpu" and dtype == torch.float32
+    found = library() if fits and name in ("auto", "native") else None
+    if found is not None:
+        return native_kernels(found, packs_all=name == "native")
+    if name == "native":
+        reason = why_not() if fits else f"they compute in float32 on a CPU, not in {dtype} on {device}"
+        raise ValueError(f"linear='native' needs compiled kernels: {reason}")
+    if name == "auto":
+        name = "packed" if can_pack(device, dtype) else "invariant"
+    return torch_kernels(name)
