@@ -335,7 +335,7 @@ def waiting_checkpoint() -> Checkpoint:
     """Of another engine's request with the id 7."""
     bench = Bench()
     bench.submit(7, [9, 9], max_tokens=3)
-    return take(bench.scheduler._waiting[0], bench.config.fingerprint)
+    return take(bench.scheduler._live[7], bench.config.fingerprint)
 
 
 def test_s10_a_call_of_only_invalid_requests_returns_every_failure_without_a_forward(make_llm: MakeLLM) -> None:

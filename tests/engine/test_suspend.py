@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from perdure import LLM, DeviceError, InvalidValue, PerdureError, StateError
+from perdure import DeviceError, InvalidValue, PerdureError, StateError
+from perdure.api import command as cmd
 from perdure.api.command import KVMode
 from perdure.api.event import Ended, Event
 from perdure.api.output import RequestOutput
@@ -19,11 +20,11 @@ from tests.engine.helpers import (
     PoolWatch,
     check_equal,
     check_reference,
+    halted,
     in_thread,
     prompt,
     run_async,
     settings,
-    until,
 )
 from tests.engine.reference import Reference
 from tests.witness import witness
@@ -37,16 +38,6 @@ def num_scheduled(output: RequestOutput) -> int:
     """How often it was given a slot and pages."""
     assert output.metrics is not None
     return sum(event.kind == "scheduled" for event in output.metrics.events)
-
-
-def halted(llm: LLM, brake: Brake, halt: Any) -> tuple[Any, int]:
-    """Halt while a step stands before the brake. Returns the call's outcome and how many steps were in flight."""
-    inbox, scheduler = llm._engine._inbox, llm._engine._loop.scheduler
-    call = in_thread(halt)
-    until(lambda: bool(inbox._commands))
-    num_in_flight = scheduler.steps_in_flight
-    brake.release()
-    return call(), num_in_flight
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -198,7 +189,8 @@ def test_s06_a_waiter_from_before_a_reset_is_woken_by_work_after_it(make_llm: Ma
 
     call, waiting = Call(), threading.Event()
     request = Request("later", engine.ticket(), prompt(40), settings())
-    receiver = call.receiver(request)
+    wanted = cmd.Submit(request)
+    receiver = call.receiver(wanted)
 
     def wait() -> dict[int, Event | PerdureError]:
         waiting.set()
@@ -210,7 +202,7 @@ def test_s06_a_waiter_from_before_a_reset_is_woken_by_work_after_it(make_llm: Ma
     stats = llm.stats()
     assert (stats.num_requests, stats.num_steps, stats.num_cached_tokens) == (0, 0, 0)
     assert not engine._loop.scheduler._prefix._page_of
-    engine.submit([(request, receiver)])
+    engine.submit([(wanted, receiver)])
     end = woken()[request.ticket]
     assert isinstance(end, Ended) and end.record.num_cached_tokens == 0
     assert end.record.token_ids == reference(prompt(40), 16).token_ids

@@ -180,7 +180,7 @@ def test_unequal_fingerprints_are_marked_or_refused() -> None:
     waiting = stage.checkpoint(call)
     stage.until(lambda: call.num_output == 4)
     begun = stage.checkpoint(call, end=True)
-    assert begun.fingerprint == here and begun.has_begun and not waiting.has_begun
+    assert begun.fingerprint == here and begun.num_output and not waiting.num_output
 
     there = Fingerprint(weights="w", threads="4")
     message = refusal(Stage(fingerprint=there, on_mismatch="refuse"), begun)

@@ -20,7 +20,7 @@ def fingerprint_of(loaded: LoadedModel, runner: Runner) -> Fingerprint:
     packed = [shape for shape, words in loaded.products.items() if words.startswith("packed")]
     products = f"{kernels.name} products" + (f" ({', '.join(packed)} packed)" if packed else "")
     return Fingerprint(
-        weights=loaded.digest,
+        weights=loaded.weights.digest,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=f"cpu, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {_processor()}",
         kernels=f"{products}, {runner.attention} attention, {kernels.version}",

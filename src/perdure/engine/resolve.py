@@ -72,7 +72,7 @@ class Resolved:
             "enable_prefix_caching": core.enable_prefix_caching,
             "steps_in_flight": self.config.steps_in_flight,
             "batch_invariant": self.config.batch_invariant,
-            "weights_digest": self.loaded.digest,
+            "weights_digest": self.loaded.weights.digest,
             "on_mismatch": core.on_mismatch,
             "quantization": self.loaded.quantization or "none",
             "linear_backend": self.loaded.kernels.name,
@@ -115,6 +115,7 @@ def resolve(config: EngineConfig) -> Resolved:
             batch_invariant=config.batch_invariant,
             attention_backend=config.attention_backend,
             row_tile=loaded.kernels.row_tile,
+            weights=loaded.weights,
         )
     except (OSError, MemoryError, OverflowError) as error:
         wanted = core.num_pages * page_bytes

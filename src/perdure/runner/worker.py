@@ -60,11 +60,10 @@ class ThreadedRunner:
     def perform(self, directive: Directive) -> Outcome:
         """On the caller's thread: with no step in flight the runner is nobody else's."""
         try:
-            self._runner.perform(directive)
+            return Outcome(weights=self._runner.perform(directive))
         except Exception as error:
             known = error if isinstance(error, PerdureError) else DeviceError(f"{type(error).__name__}: {error}")
-            return Outcome(Failure.of(known))
-        return Outcome()
+            return Outcome(Failure.of(known), changed=not self._runner.has_whole_weights)
 
     def close(self) -> None:
         """Run what was launched, then end the thread. Closing twice is closing once."""

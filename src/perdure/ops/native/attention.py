@@ -50,7 +50,7 @@ class _Step(ctypes.Structure):
 class NativeAttention:
     """One kind of layer. ValueError: heads of a size that is not a multiple of eight."""
 
-    name = kernel = "native"
+    name = "native"
     batch_invariant = True
 
     def __init__(self, library: Library, shape: CacheShape, layer: LayerAttention) -> None:
@@ -58,6 +58,7 @@ class NativeAttention:
             raise ValueError(
                 f"attention_backend='native' needs a head size that is a multiple of {LANES}, not {shape.head_dim}"
             )
+        self.kernel = f"native ({library.version})"
         self._c = library.c
         self._shape = shape
         self._layer = _Layer(
