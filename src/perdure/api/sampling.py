@@ -26,6 +26,9 @@ MAX_PENALTY = 2.0
 MAX_BIAS = 1e30
 """Beyond any logit, and far from the end of fp32."""
 
+HELD = "held:"
+"""How the names of functions begin that are no `module:function`: held by one process for one request."""
+
 LogitsProcessor = Callable[..., Any]
 """f(output_ids, logits) or f(prompt_ids, output_ids, logits): gives logits of the same shape, which may be the tensor
 it got, changed in place."""

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from perdure.api.directive import Clear, Directive, LoadWeights, Outcome, Sleep, Wake
 from perdure.api.errors import DeviceError
 from perdure.api.event import Failure
-from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, RowInit, ScoreColumns, StepOutput, StepPlan
+from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, DeviceRow, RowInit, ScoreColumns, StepOutput, StepPlan
 
 _MASK = 2**63 - 1
 _DIRT = np.uint64(2**64 - 1)
@@ -136,6 +136,17 @@ class FakeDevice:
             if request in self._host_has_a_say and request in drawing:
                 raise DeviceFault(f"request {request} is planned before its last token is known to the host")
 
+    def check(self, rows: Sequence[DeviceRow]) -> None:
+        for row in rows:
+            slot = row.settings.slot
+            found = self._settings[slot]
+            assert found is not None and _but_history(found) == _but_history(row.settings)
+            assert self._tables[slot] == row.pages
+            told = row.settings.adjustments
+            assert told is None or not told.looks_back or self._history[slot] == [*told.history]
+            assert self._position[slot] == row.position
+            assert row.last_token is None or self._last_token[slot] == row.last_token
+
     def close(self) -> None:
         self._queue.clear()
 
@@ -159,6 +170,7 @@ class FakeDevice:
                 if self._weights_away is not None:
                     raise DeviceFault("weights are loaded while they are asleep")
                 self.weights = self.staged.pop(ticket)
+                return Outcome(weights=str(self.weights))
         return Outcome()
 
     def _sleep(self, directive: Sleep) -> None:
@@ -287,6 +299,12 @@ class FakeDevice:
         ids, scores = top(content, token, num_top, self.vocab_size)
         into.add(row, at, score(content, token), 1 + content % 5, ids, scores)
         into.add_listed([1 + (content ^ id_) % 7 for id_ in listed], [score(content, id_) for id_ in listed])
+
+
+def _but_history(settings: RowInit) -> RowInit:
+    """The history grows as the row does."""
+    adjustments = settings.adjustments
+    return settings if adjustments is None else replace(settings, adjustments=replace(adjustments, history=()))
 
 
 class _Scored:

@@ -7,16 +7,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from perdure.api.errors import InvalidValue
+from perdure.api.sampling import HELD, LogitsProcessor
 from perdure.ops.select import Floats
-
-HELD = "held:"
 
 
 class Functions:
@@ -43,8 +42,10 @@ class Functions:
         return Processor(name, self._held[int(ticket)][int(at)])
 
 
-def imported(name: str) -> Callable[..., Any]:
+def imported(name: str) -> LogitsProcessor:
     """The function `module:function` names. Raises `InvalidValue`."""
+    if name.startswith(HELD):
+        raise InvalidValue(f"logits_processors: {name!r} was a function of another request: give 'module:function'")
     module, _, path = name.partition(":")
     try:
         found: Any = import_module(module)
@@ -60,7 +61,7 @@ def imported(name: str) -> Callable[..., Any]:
 class Processor:
     """One function, called as it was written: with the output's ids or with the prompt's too."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: LogitsProcessor) -> None:
         self._name = getattr(function, "__name__", name)
         self._function = function
         self._takes_prompt = _num_positional(function) >= 3
@@ -78,7 +79,7 @@ class Processor:
         return values
 
 
-def _num_positional(function: Callable[..., Any]) -> int:
+def _num_positional(function: LogitsProcessor) -> int:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin that does not say

@@ -51,6 +51,7 @@ class RowAdjustments:
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self.functions = Functions()
+        self.vocab_size = vocab_size
         self._special: list[Special | None] = [None] * num_slots
         self._is_special = np.zeros(num_slots, np.bool_)
         self._is_penalised = np.zeros(num_slots, np.bool_)
@@ -89,6 +90,19 @@ class RowAdjustments:
             special = self._special[slot]
             if special is not None and (special.sequences or special.functions):
                 special.tokens.append(token)
+
+    def check(self, slot: int, told: RowAdjustments) -> None:
+        """What this row asked, and its history, are those of another account of it."""
+        one, two = self._special[slot], told._special[slot]
+        assert (one is None) == (two is None), f"slot {slot}: {one} is asked, the core says {two}"
+        if one is None or two is None:
+            return
+        for name in one.__slots__:
+            found, right = getattr(one, name), getattr(two, name)
+            assert np.array_equal(found, right), f"slot {slot}: {name} is {found}, the core says {right}"
+        if self._is_penalised[slot]:
+            for column, right in ((self._output_counts, told._output_counts), (self._in_prompt, told._in_prompt)):
+                assert np.array_equal(column[slot], right[slot]), f"slot {slot}: its penalties count another history"
 
     def call_functions(self, slots: Ids, logits: Floats, errors: dict[int, str]) -> Floats:
         """Logits [n, V] after the rows' own processors. errors: by index, of those whose function failed."""

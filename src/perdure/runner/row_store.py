@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.api.plan import RowInit, StepPlan
+from perdure.api.plan import DeviceRow, RowInit, StepPlan
 from perdure.ops.sampling import NO_LIST, SamplingColumns
 from perdure.ops.select import Ids
 from perdure.runner.row_adjustments import RowAdjustments
@@ -83,6 +83,22 @@ class RowStore:
         """These rows got these tokens."""
         self.last_token[slots] = tokens
         self.adjustments.sampled(slots, tokens)
+
+    def check(self, row: DeviceRow) -> None:
+        """This row is what another account of it says: a row made anew of that would be equal in every column."""
+        slot = row.settings.slot
+        anew = RowStore(slot + 1, self.block_table.shape[1], self.adjustments.vocab_size)
+        anew._init(row.settings)
+        self.adjustments.check(slot, anew.adjustments)
+        for name, column in vars(self).items():
+            if name not in ("position", "last_token", "block_table", "adjustments"):
+                found, told = column[slot], getattr(anew, name)[slot]
+                assert np.array_equal(found, told), f"slot {slot}: {name} is {found}, the core says {told}"
+        assert self.position[slot] == row.position, f"slot {slot} stands at {self.position[slot]}, not {row.position}"
+        if row.last_token is not None:
+            assert self.last_token[slot] == row.last_token, f"slot {slot} holds another last token"
+        table = self.block_table[slot, : len(row.pages)].tolist()
+        assert table == row.pages, f"slot {slot} has pages {table}, the core says {row.pages}"
 
     def _init(self, init: RowInit) -> None:
         slot, temperature = init.slot, init.temperature
