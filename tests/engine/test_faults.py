@@ -83,7 +83,7 @@ def test_a_cancelled_control_call_changes_nothing(make_async: MakeAsync) -> None
 
 def test_a_cancelled_generate_aborts_its_request(make_async: MakeAsync) -> None:
     async def main(llm: AsyncLLM) -> None:
-        raising = Raising(llm._engine, lambda plan: False, MemoryError(), slow=0.02)
+        Raising(llm._engine, lambda plan: False, MemoryError(), slow=0.02)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(llm.generate(prompt(9), settings(max_tokens=200)), 0.1)
         raising._slow = 0.0
@@ -192,9 +192,7 @@ def test_T16_an_exception_ends_exactly_the_requests_of_its_step(
     runner = llm._engine.resolved.runner
     num_steps = 0
     if where in ("prefill", "decode"):
-        raising = Raising(
-            llm._engine, lambda plan: (plan.start[0] >= 0) == (where == "prefill"), MemoryError("planted")
-        )
+        Raising(llm._engine, lambda plan: (plan.start[0] >= 0) == (where == "prefill"), MemoryError("planted"))
     else:
         name = "sample" if where == "sampling" else "score_targets"
         work = getattr(runner._sampler, name)
