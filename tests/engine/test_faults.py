@@ -83,7 +83,7 @@ def test_a_cancelled_control_call_changes_nothing(make_async: MakeAsync) -> None
 
 def test_a_cancelled_generate_aborts_its_request(make_async: MakeAsync) -> None:
     async def main(llm: AsyncLLM) -> None:
-        Raising(llm._engine, lambda plan: False, MemoryError(), slow=0.02)
+        raising = Raising(llm._engine, lambda plan: False, MemoryError(), slow=0.02)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(llm.generate(prompt(9), settings(max_tokens=200)), 0.1)
         raising._slow = 0.0
