@@ -135,7 +135,8 @@ class Life:
         to_submit = self.rng.randint(2, 12)
         for _ in range(MAX_TURNS):
             roll = self.rng.random()
-            if to_submit and roll < 0.34:
+            may_submit = not self.orders.may_lack_weights
+            if to_submit and roll < 0.34 and may_submit:
                 for _ in range(min(to_submit, self.rng.choice((1, 1, 2, 6)))):
                     to_submit -= 1
                     self._submit()
@@ -147,7 +148,7 @@ class Life:
                 self.send(cmd.ResetPrefixCache(self.ticket()))
             elif roll < 0.57:
                 self._take_checkpoint()
-            elif roll < 0.70 and self.at_rest:
+            elif roll < 0.70 and self.at_rest and may_submit:
                 self._go_on()
             self.loop.turn(block=False)
             self.elsewhere.loop.turn(block=False)
@@ -332,10 +333,11 @@ class Life:
                 weights_at = self.orders.weights_of(ticket, record)
                 self._judge_one(request, record, expected(request, record.seed, self.config, weights_at))
             else:
-                crossed = past is not None and past.num_output and (not past.exact or past.fingerprint != SAME_WEIGHTS)
-                crossed = crossed or (
-                    past is not None and ticket not in self.is_elsewhere and "update" in self.orders.kinds
+                # between engines, or over an update of this one's weights
+                moved_on = past is not None and (
+                    not past.exact or past.fingerprint != SAME_WEIGHTS or self.orders.staged
                 )
+                crossed = past is not None and past.num_output and moved_on
                 assert self.orders.keeps or crossed, "only KV of several weights, or a move to others, is not exact"
                 assert record.scores is None or record.scores.num_scored == len(record.token_ids)
                 self.marks["inexact after a checkpoint" if past is not None else "inexact"] += 1

@@ -54,6 +54,12 @@ class Orders:
     def is_suspended(self) -> bool:
         return self.halt == "suspended"
 
+    @property
+    def may_lack_weights(self) -> bool:
+        """Whether dropped weights are being loaded and woken: who submits meanwhile may be too early."""
+        sent = {type(order) for order, _ in self._unanswered.values()}
+        return sent >= {cmd.UpdateWeights, cmd.Resume}
+
     # Giving
 
     def give(self) -> None:
