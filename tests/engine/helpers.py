@@ -177,6 +177,16 @@ class Brake:
         return told
 
 
+def halted(llm: LLM, brake: Brake, halt: Any) -> tuple[Any, int]:
+    """Halt while a step stands before the brake. Returns the call's outcome and how many steps were in flight."""
+    inbox, scheduler = llm._engine._inbox, llm._engine._loop.scheduler
+    call = in_thread(halt)
+    until(lambda: bool(inbox._commands))
+    num_in_flight = scheduler.steps_in_flight
+    brake.release()
+    return call(), num_in_flight
+
+
 def run_async(work: Coroutine[Any, Any, None]) -> None:
     """Run an asynchronous test."""
     asyncio.run(asyncio.wait_for(work, timeout=120))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from perdure import LLM, DeviceError, InvalidValue, PerdureError, StateError
+from perdure import DeviceError, InvalidValue, PerdureError, StateError
 from perdure.api.command import KVMode
 from perdure.api.event import Ended, Event
 from perdure.api.output import RequestOutput
@@ -19,11 +19,11 @@ from tests.engine.helpers import (
     PoolWatch,
     check_equal,
     check_reference,
+    halted,
     in_thread,
     prompt,
     run_async,
     settings,
-    until,
 )
 from tests.engine.reference import Reference
 from tests.witness import witness
@@ -37,16 +37,6 @@ def num_scheduled(output: RequestOutput) -> int:
     """How often it was given a slot and pages."""
     assert output.metrics is not None
     return sum(event.kind == "scheduled" for event in output.metrics.events)
-
-
-def halted(llm: LLM, brake: Brake, halt: Any) -> tuple[Any, int]:
-    """Halt while a step stands before the brake. Returns the call's outcome and how many steps were in flight."""
-    inbox, scheduler = llm._engine._inbox, llm._engine._loop.scheduler
-    call = in_thread(halt)
-    until(lambda: bool(inbox._commands))
-    num_in_flight = scheduler.steps_in_flight
-    brake.release()
-    return call(), num_in_flight
 
 
 @pytest.mark.parametrize("depth", [1, 2])

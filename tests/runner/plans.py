@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, RowInit, ScoreColumns, StepOutput, StepPlan
-from perdure.models.base import Model, ModelConfig, joined_shape
+from perdure.models.base import Model, ModelConfig, Weights, joined_shape
 from perdure.models.llama import LlamaModel, parameters
 from perdure.ops.attention import LayerAttention
 from perdure.ops.kernels import choose_kernels
@@ -54,7 +54,7 @@ def tiny_model() -> LlamaModel:
     }
     scaled = {name: w if "norm" in name else w / w.shape[-1] ** 0.5 for name, w in weights.items()}
     scaled["head.weight"] *= 4  # logits spread enough for distinct probabilities
-    return LlamaModel(CONFIG, scaled, choose_kernels("auto", torch.device("cpu"), torch.float32))
+    return LlamaModel(CONFIG, Weights(scaled), choose_kernels("auto", torch.device("cpu"), torch.float32))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

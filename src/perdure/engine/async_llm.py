@@ -26,6 +26,7 @@ from perdure.engine.handle import Arrivals
 from perdure.engine.prompts import Prompt, checked_id, token_ids_of
 from perdure.engine.text import StreamBuilder, build_output
 from perdure.engine.tokenizer import Tokenizer
+from perdure.models.weight_set import Source
 
 
 class Handle:
@@ -172,9 +173,9 @@ class AsyncLLM:
         """Returns when no token will come before `resume`."""
         await _wrapped(self._engine.pause(mode))
 
-    async def suspend(self, kv: cmd.KVMode = "persist") -> None:
+    async def suspend(self, kv: cmd.KVMode = "persist", weights: cmd.WeightsMode = "keep") -> None:
         """Returns when no step is in flight and memory is given back, until `resume` (`LLM.suspend`)."""
-        await _wrapped(self._engine.suspend(kv))
+        await _wrapped(self._engine.suspend(kv, weights))
 
     async def resume(self, tags: Sequence[cmd.Tag] | None = None) -> None:
         """Go on after `pause` or `suspend` (`LLM.resume`)."""
@@ -183,6 +184,18 @@ class AsyncLLM:
     async def reset(self) -> None:
         """Begin anew, as after start (`LLM.reset`)."""
         await _wrapped(self._engine.ask(cmd.Reset))
+
+    async def update_weights(
+        self,
+        weights: Source | None,
+        *,
+        epoch: int | None = None,
+        cache: cmd.CachePolicy = "invalidate",
+        in_flight: cmd.InFlightPolicy = "recompute",
+    ) -> None:
+        """Compute with other weights of the same model from now on (`LLM.update_weights`)."""
+        order = asyncio.to_thread(self._engine.update_weights, weights, epoch, cache, in_flight)
+        await _wrapped(await order)
 
     async def reset_prefix_cache(self) -> None:
         await _wrapped(self._engine.ask(cmd.ResetPrefixCache))

@@ -30,6 +30,7 @@ from perdure.engine.progress import Reporter
 from perdure.engine.prompts import ids_to_abort
 from perdure.engine.resolve import Resolved, resolve
 from perdure.engine.text import Detokenizer
+from perdure.models.weight_set import Source
 from perdure.runner.worker import ThreadedRunner
 
 log = logging.getLogger("perdure")
@@ -129,9 +130,10 @@ class Engine:
         _check_choice("mode", mode, cmd.PauseMode)
         return self._ask(cmd.Pause(self.ticket(), mode))
 
-    def suspend(self, kv: cmd.KVMode) -> Future[object]:
+    def suspend(self, kv: cmd.KVMode, weights: cmd.WeightsMode) -> Future[object]:
         _check_choice("kv", kv, cmd.KVMode)
-        return self._ask(cmd.Suspend(self.ticket(), kv))
+        _check_choice("weights", weights, cmd.WeightsMode)
+        return self._ask(cmd.Suspend(self.ticket(), kv, weights))
 
     def resume(self, tags: Sequence[cmd.Tag] | None) -> Future[object]:
         if isinstance(tags, str):
@@ -139,6 +141,29 @@ class Engine:
         for tag in tags or ():
             _check_choice("tags", tag, cmd.Tag)
         return self._ask(cmd.Resume(self.ticket(), None if tags is None else list(tags)))
+
+    def update_weights(
+        self, source: Source | None, epoch: int | None, cache: cmd.CachePolicy, in_flight: cmd.InFlightPolicy
+    ) -> Future[object]:
+        """Check the source whole, then send the order. Raises what is wrong with it."""
+        _check_choice("cache", cache, cmd.CachePolicy)
+        _check_choice("in_flight", in_flight, cmd.InFlightPolicy)
+        if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < 2**63):
+            raise InvalidValue(f"epoch={epoch!r} is no integer from 0 to {2**63 - 1}")
+        order = cmd.UpdateWeights(self.ticket(), epoch, source is not None, cache, in_flight)
+        if source is None:
+            if epoch is None:
+                raise InvalidValue("weights=None moves the epoch alone: give epoch=")
+            return self._ask(order)
+        staged = self.resolved.runner.staged
+        staged[order.ticket] = self.resolved.loaded.weights.open(source)
+        try:
+            answer = self._ask(order)
+        except EngineDead:
+            del staged[order.ticket]
+            raise
+        answer.add_done_callback(lambda _: staged.pop(order.ticket, None))  # of an order that was refused
+        return answer
 
     def _ask(self, command: cmd.Order | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop) -> Future[object]:
         reply = Reply()

@@ -27,6 +27,7 @@ from perdure.engine.progress import follow
 from perdure.engine.prompts import Prompt, as_batch, checked_id, params_for, token_ids_of
 from perdure.engine.text import build_output
 from perdure.engine.tokenizer import Tokenizer
+from perdure.models.weight_set import Source
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -241,14 +242,15 @@ class LLM:
         """Returns when no token will come before `resume`. keep: requests stay; wait: they end first; abort: now."""
         self._engine.pause(mode).result()
 
-    def suspend(self, kv: cmd.KVMode = "persist") -> None:
+    def suspend(self, kv: cmd.KVMode = "persist", weights: cmd.WeightsMode = "keep") -> None:
         """Returns when no step is in flight and memory is given back, until `resume`. Requests inside stay and go on
         with the same result; new ones are refused (`StateError`). Suspending twice is suspending once.
 
         kv: "persist" keeps the KV where it is; "offload" copies what is wanted of it out and gives the pool back;
-        "recompute" drops it, to be computed again.
+        "recompute" drops it, to be computed again. weights: "keep" them in memory; "offload" them to a temporary file;
+        "drop" them, to be updated before the KV wakes: `resume(tags=["weights"])`, `update_weights(...)`, `resume()`.
         """
-        self._engine.suspend(kv).result()
+        self._engine.suspend(kv, weights).result()
 
     def resume(self, tags: Sequence[cmd.Tag] | None = None) -> None:
         """Go on after `pause` or `suspend`. tags: what wakes of a suspended engine, "weights" and "kv"; None = all. It
@@ -259,6 +261,26 @@ class LLM:
         """Begin anew, as after start: an empty cache, counts at zero; weights and their epoch stay. `StateError` with
         requests inside, or while suspended; nothing has changed then."""
         self._engine.ask(cmd.Reset).result()
+
+    def update_weights(
+        self,
+        weights: Source | None,
+        *,
+        epoch: int | None = None,
+        cache: cmd.CachePolicy = "invalidate",
+        in_flight: cmd.InFlightPolicy = "recompute",
+    ) -> None:
+        """Compute with other weights of the same model from now on. All is checked before the first byte is written; a
+        failure after that leaves the engine suspended, until a whole update succeeds.
+
+        weights: a directory, a GGUF file, or tensors by the names of Hugging Face's files (a mapping, or pairs: all are
+        taken before the first is written). None moves the epoch alone. epoch: the number of these weights in
+        `weight_epochs`; None = one more than now. It names the weights: the same number, the same weights.
+        cache: "invalidate" forgets cached prefixes; "salt" keeps them for the epoch they belong to; "keep" goes on
+        using them, and results that do are not `exact`. in_flight: "recompute" computes what requests inside have so
+        far with the new weights; "keep" leaves it, and their results are not `exact`. Tokens stay in both.
+        """
+        self._engine.update_weights(weights, epoch, cache, in_flight).result()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; live requests keep their pages."""

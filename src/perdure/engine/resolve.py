@@ -111,6 +111,7 @@ def resolve(config: EngineConfig) -> Resolved:
             batch_invariant=config.batch_invariant,
             attention_backend=config.attention_backend,
             row_tile=loaded.kernels.row_tile,
+            weights=loaded.weights,
         )
     except (OSError, MemoryError, OverflowError) as error:
         wanted = core.num_pages * page_bytes

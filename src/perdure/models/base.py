@@ -10,7 +10,7 @@ Shapes: N rows, H = hidden_size, Hq query heads, Hkv key/value heads, D = head_d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from perdure.models.fields import Fields
 from perdure.ops.attention import LayerAttention
 from perdure.ops.kernels import Kernels, Weight
+from perdure.ops.linear import PackedProduct
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,23 @@ class ModelConfig:
         return replace(self, attention=tuple(replace(kind, window=window) for kind, window in kinds))
 
 
-Weights = MutableMapping[str, Weight]
-"""A model's weights by name. Building a model takes them out one by one, so that each may be laid out anew without two
-copies of all of them."""
+class Weights(dict[str, Weight]):
+    """A model's weights by name. Building a model takes out what it lays out anew, one by one, so that there are never
+    two copies of all of them; it notes what it makes of weights, so that others can be written in their place.
+
+    products: those that laid a weight out anew, by its name. derived: tensors computed from weights, and how.
+    """
+
+    def __init__(self, weights: Mapping[str, Weight]) -> None:
+        super().__init__(weights)
+        self.products: dict[str, PackedProduct] = {}
+        self.derived: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    def derive(self, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor computed from weights, which will be computed anew, in place, when they change."""
+        tensor = make()
+        self.derived.append((tensor, make))
+        return tensor
 
 
 class Attend(Protocol):

@@ -54,7 +54,7 @@ class Gemma3Layer:
 
     def __init__(self, layer: int, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         name, eps = f"layers.{layer}", config.rms_norm_eps
-        heads = 1.0 + weights_of_heads(weights, name, config).float()
+        heads = weights_of_heads(weights, name, config, lambda w: 1.0 + w.float())
         self._attention_norm = norm_once(weights, f"{name}.attention_norm", eps, kernels, added=1.0)
         self._attention = RotaryAttention(
             layer, config, weights, name, kernels, lambda qk: kernels.rms_norm_once(qk, heads, eps)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perdure.models.base import Attend, ModelConfig, Weights
 from perdure.ops.kernels import Kernels, Weight
-from perdure.ops.linear import Product
+from perdure.ops.linear import PackedProduct, Product
 
 RowFunction = Callable[[Tensor], Tensor]
 """A function of rows, each row by itself."""
@@ -29,9 +29,13 @@ Layer = Callable[[Tensor, Turn, Attend], Tensor]
 
 
 def linear(weights: Weights, name: str, kernels: Kernels) -> Product:
-    """The product with a weight [M, K] and perhaps a bias [M]. It owns them from here on."""
-    bias = weights.pop(f"{name}.bias", None)
-    return kernels.linear(weights.pop(f"{name}.weight"), None if bias is None else as_tensor(bias))
+    """The product with a weight [M, K] and perhaps a bias [M]."""
+    bias = weights.get(f"{name}.bias")
+    product = kernels.linear(weights[f"{name}.weight"], None if bias is None else as_tensor(bias))
+    if isinstance(product, PackedProduct):
+        del weights[f"{name}.weight"]
+        weights.products[f"{name}.weight"] = product
+    return product
 
 
 def as_tensor(weight: Weight) -> Tensor:
@@ -48,20 +52,31 @@ def norm(weights: Weights, name: str, eps: float, kernels: Kernels) -> RowFuncti
 
 def norm_once(weights: Weights, name: str, eps: float, kernels: Kernels, added: float = 0.0) -> RowFunction:
     """The same rounded once at the end, and with weight + added in the weight's place."""
-    weight = as_tensor(weights[f"{name}.weight"]).float() + added
+    stored = as_tensor(weights[f"{name}.weight"])
+    weight = weights.derive(lambda: stored.float() + added)
     return lambda x: kernels.rms_norm_once(x, weight, eps)
 
 
-def weights_of_heads(weights: Weights, name: str, config: ModelConfig) -> Tensor:
-    """The weights of a norm of query heads and of one of key heads, laid out for all heads at once: [Hq + Hkv, D]."""
+def weights_of_heads(
+    weights: Weights, name: str, config: ModelConfig, change: Callable[[Tensor], Tensor] = lambda w: w
+) -> Tensor:
+    """The weights of a norm of query heads and of one of key heads, laid out for all heads at once: [Hq + Hkv, D].
+
+    change: what is done to them first.
+    """
     q, k = as_tensor(weights[f"{name}.q_norm.weight"]), as_tensor(weights[f"{name}.k_norm.weight"])
-    return torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)))
+    num_q, num_k = config.num_heads, config.num_kv_heads
+    return weights.derive(lambda: change(torch.cat((q.expand(num_q, -1), k.expand(num_k, -1)))))
 
 
 def embedding_and_head(config: ModelConfig, weights: Weights, kernels: Kernels) -> tuple[RowFunction, Product]:
     """The look-up of token ids [N] and the product that gives logits. A tied head shares the weight."""
     weight = weights["embedding.weight"]
-    head = kernels.linear(weight, None) if config.tie_word_embeddings else linear(weights, "head", kernels)
+    if not config.tie_word_embeddings:
+        return kernels.embedding(weight), linear(weights, "head", kernels)
+    head = kernels.linear(weight, None)
+    if isinstance(head, PackedProduct):
+        weights.products["embedding.weight"] = head
     return kernels.embedding(weight), head
 
 
@@ -92,10 +107,11 @@ class RotaryAttention:
     def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
         num_rows, num_heads, num_kv_heads = x.shape[0], self._num_heads, self._num_kv_heads
         qkv = self._qkv(x).view(num_rows, num_heads + 2 * num_kv_heads, self._head_dim)
-        qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+        qk, v = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
         if self._normalise is not None:
             qk = self._normalise(qk)
-        q, k = self._rotate(qk, *turn).split((num_heads, num_kv_heads), dim=1)
+        turned = self._rotate(qk, *turn)
+        q, k = turned[:, :num_heads], turned[:, num_heads:]
         mixed = attend(self._layer, q, k, v)  # [N, Hq, D]
         return self._output(mixed.reshape(num_rows, num_heads * self._head_dim))
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from perdure.api.errors import ModelLoadError
-from perdure.models.base import Part
+from perdure.models.base import Part, Parts
 from perdure.models.config import read_json
 from perdure.models.gguf_file import GGUFFile
 from perdure.models.safetensors_file import SafetensorsFile
+from perdure.ops.kernels import Weight
+from perdure.ops.native.weights import JoinedWeight
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -49,6 +51,24 @@ class TensorFile(Protocol):
     def tensors(self) -> Mapping[str, StoredTensor]: ...
 
     def rows(self, name: str, start: int, stop: int) -> Tensor: ...
+
+
+TENSORS = Path("<tensors>")
+"""Where tensors in memory are said to lie."""
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class TensorsInMemory:
+    """Tensors that come from no file."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.path = TENSORS
+        self.tensors: Mapping[str, StoredTensor] = tensors
+        self._given = tensors
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self._given[name][start:stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +134,21 @@ class Store:
         assert isinstance(file, GGUFFile)
         return file.tensors[self._name(part)].type
 
+    def fill(self, weight: Weight, parts: Parts, *, keep_blocks: bool = False) -> None:
+        """Write the parts into the weight, joined along their rows: converted, or (keep_blocks) as they are stored."""
+        offset = 0
+        for number, part in enumerate(parts):
+            if isinstance(weight, JoinedWeight) and keep_blocks:
+                for start, rows in self.stored_pieces(part):
+                    weight.parts[number].fill(start, rows)
+                continue
+            for start, rows in self.pieces(part):
+                if isinstance(weight, JoinedWeight):
+                    weight.parts[0].fill(offset + start, rows)
+                else:
+                    weight[offset + start : offset + start + rows.shape[0]] = rows
+            offset += part.shape[0]
+
     def _name(self, part: Part) -> str:
         return part.hf if self.names == "hf" else part.gguf
 
@@ -154,3 +189,21 @@ def directory_store(directory: Path) -> Store:
         if name not in shards[shard].tensors:
             raise ModelLoadError(f"{directory / shard}: tensor {name!r} is missing, {INDEX_FILE} says it is here")
     return Store(directory, "hf", {name: shards[shard] for name, shard in weight_map.items()})
+
+
+def store_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Store:
+    """Tensors in memory, by the names that Hugging Face's files give them. All must be there before one is read."""
+    given: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise ModelLoadError(f"{TENSORS}: {name!r} is a {type(tensor).__name__}, no tensor")
+        if tensor.dtype not in FLOATS:
+            allowed = ", ".join(map(str, FLOATS))
+            raise ModelLoadError(f"{TENSORS}: tensor {name!r} is of {tensor.dtype}, not one of {allowed}")
+        if tensor.device.type != "cpu":
+            raise ModelLoadError(f"{TENSORS}: tensor {name!r} lies on {tensor.device}, not in the host's memory")
+        if name in given:
+            raise ModelLoadError(f"{TENSORS}: tensor {name!r} comes twice")
+        given[name] = tensor.detach()
+    held = TensorsInMemory(given)
+    return Store(TENSORS, "hf", dict.fromkeys(given, held))

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from perdure.api.errors import InvalidValue, ModelNotFound
-from perdure.models.base import Model, ModelConfig, Parts, joined_shape
+from perdure.models.base import Model, ModelConfig, Parts, Weights, joined_shape
 from perdure.models.config import DTYPES, config_from_directory, config_from_gguf, sampling_defaults
 from perdure.models.registry import find_family
 from perdure.models.store import Store, directory_store, gguf_store, open_gguf
+from perdure.models.weight_set import WeightSet, packed_type, unread
 from perdure.ops.choice import Choice, choose
 from perdure.ops.kernels import Kernels, Weight, choose_kernels
 from perdure.ops.native import Library, library, why_not
@@ -34,15 +35,13 @@ QUANTIZATIONS = ("gguf",)
 LOAD_FORMATS = ("auto", "dummy")
 DUMMY_SCALE = 0.02
 
-NO_WEIGHTS = ("rotary_emb.inv_freq", "rope_freqs.weight")
-"""Stored tensors that hold no weight, by their ends: frequencies are computed from the configuration."""
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A built model, the type it computes in, and what else its files say.
 
-    kernels: what it computes with. products: what serves each shape of weight, as measured.
+    weights: all it holds, to be written anew in place. kernels: what it computes with. products: what serves each
+    shape of weight, as measured.
     quantization: "gguf" or None (weights are expanded).
     num_parameters, num_bytes: of the weights as loaded; a tied head counts once.
     tokenizer_source: where its tokenizer is. sampling_defaults: settings its generation_config.json suggests, by the
@@ -50,6 +49,7 @@ class LoadedModel:
     """
 
     model: Model
+    weights: WeightSet
     config: ModelConfig
     dtype: torch.dtype
     kernels: Kernels
@@ -105,8 +105,7 @@ def load_model(
         weights = {name: _packed(drawn.pop(name), native) for name in list(drawn)}
     else:
         store = directory_store(path) if gguf is None else gguf_store(gguf, interleaved=family.gguf_interleaves)
-        unread = (*NO_WEIGHTS, "lm_head.weight") if config.tie_word_embeddings else NO_WEIGHTS
-        store.check([part for parts in parameters.values() for part in parts], unread)
+        store.check([part for parts in parameters.values() for part in parts], unread(config))
         num_parameters = sum(math.prod(joined_shape(parts)) for parts in parameters.values())
         weights = {}
         for name, parts in parameters.items():
@@ -116,8 +115,12 @@ def load_model(
             else:
                 weights[name] = _read_packed(store, parts, native, keep=quantization is not None)
     num_bytes = sum(w.nbytes if isinstance(w, Tensor) else w.num_bytes for w in weights.values())
+    held = Weights(weights)
+    del weights
+    model = family.build(config, held, kernels)
     return LoadedModel(
-        model=family.build(config, weights, kernels),
+        model=model,
+        weights=WeightSet(config, family, held, keeps_blocks=quantization is not None, dtype=chosen),
         config=config,
         dtype=chosen,
         kernels=kernels,
@@ -153,37 +156,18 @@ def _packed(weight: Tensor, native: Library | None) -> Weight:
     return weight if native is None or weight.dim() == 1 else packed_floats(native, weight)
 
 
-_FLOATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-
-
 def _read_packed(store: Store, parts: Parts, native: Library, *, keep: bool) -> JoinedWeight:
     """One weight of products in the layout of the kernels: expanded to fp32, or (keep) in the types it is stored in."""
-    if not keep:
-        rows, width = joined_shape(parts)
-        whole, offset = PackedWeight(native, "f32", rows, width), 0
-        for part in parts:
-            for start, piece in store.pieces(part):
-                whole.fill(offset + start, piece)
-            offset += part.shape[0]
-        return JoinedWeight((whole,))
-    kept: list[PackedWeight] = []
-    for part in parts:
-        stored = store.stored_type(part)
-        weight = PackedWeight(native, _FLOATS.get(stored, stored), *part.shape)
-        for start, piece in store.stored_pieces(part):
-            weight.fill(start, piece)
-        kept.append(weight)
-    return JoinedWeight(tuple(kept))
+    shapes = [(packed_type(store, part), part.shape) for part in parts] if keep else [("f32", joined_shape(parts))]
+    weight = JoinedWeight(tuple(PackedWeight(native, stored, *shape) for stored, shape in shapes))
+    store.fill(weight, parts, keep_blocks=keep)
+    return weight
 
 
 def _read(store: Store, parts: Parts, dtype: torch.dtype, device: torch.device) -> Tensor:
     """One weight of the model, its parts joined along their rows."""
     weight = torch.empty(joined_shape(parts), dtype=dtype, device=device)
-    offset = 0
-    for part in parts:
-        for start, rows in store.pieces(part):
-            weight[offset + start : offset + start + rows.shape[0]] = rows
-        offset += part.shape[0]
+    store.fill(weight, parts)
     return weight
 
 

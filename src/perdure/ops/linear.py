@@ -52,24 +52,43 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
-def packed(w: Tensor, b: Tensor | None = None) -> Product:
+class PackedProduct:
     """oneDNN's product with the weight laid out once for its kernels: two to three times `plain` for few rows.
 
     Its kernels sum along K in one order for any number of rows (measured from 1 to 2049, 1 and 2 threads).
+    Another weight of the same shape may be loaded in the place of the first.
     """
-    if not can_pack(w.device, w.dtype):
-        raise ValueError(f"packed products need oneDNN and float32 on a CPU, not {w.dtype} on {w.device}")
-    layout = torch.ops.mkldnn._reorder_linear_weight(w.contiguous(), PACKED_FOR_ROWS)
-    multiply = torch.ops.mkldnn._linear_pointwise
-    num_outputs = w.shape[0]
 
-    def product(x: Tensor) -> Tensor:
+    def __init__(self, w: Tensor, b: Tensor | None) -> None:
+        if not can_pack(w.device, w.dtype):
+            raise ValueError(f"packed products need oneDNN and float32 on a CPU, not {w.dtype} on {w.device}")
+        self.shape = tuple(w.shape)
+        self._bias = b
+        self._multiply = torch.ops.mkldnn._linear_pointwise
+        self.load(w)
+
+    def load(self, w: Tensor) -> None:
+        assert tuple(w.shape) == self.shape, (w.shape, self.shape)
+        self._layout: Tensor | None = torch.ops.mkldnn._reorder_linear_weight(w.contiguous(), PACKED_FOR_ROWS)
+
+    def dense(self) -> Tensor:
+        """The weight as it was loaded, to the bit."""
+        assert self._layout is not None
+        return self._layout.to_dense()
+
+    def release(self) -> None:
+        """Hold no weight until the next is loaded."""
+        self._layout = None
+
+    def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] == 0:
-            return x.new_empty(0, num_outputs)
-        y: Tensor = multiply(x.contiguous(), layout, b, "none", [], "")
+            return x.new_empty(0, self.shape[0])
+        y: Tensor = self._multiply(x.contiguous(), self._layout, self._bias, "none", [], "")
         return y
 
-    return product
+
+def packed(w: Tensor, b: Tensor | None = None) -> Product:
+    return PackedProduct(w, b)
 
 
 def reference(w: Tensor, b: Tensor | None = None) -> Product:

@@ -14,9 +14,11 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from perdure.api.directive import Clear, Directive, Sleep, Wake
+from perdure.api.directive import Clear, Directive, LoadWeights, Sleep, Wake
 from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
 from perdure.models.base import Model
+from perdure.models.store import Store
+from perdure.models.weight_set import WeightSet
 from perdure.ops.attention import CacheShape, make_attention
 from perdure.ops.kv_write import plan_kv_write
 from perdure.ops.native import library
@@ -31,6 +33,7 @@ class Runner:
     """One model on this process's CPU.
 
     attention_backend: "auto" or a name of `ops.attention.FORMS`; the attribute of that name says what was chosen.
+    weights: of the model, for directives about them; None = there are none.
     row_tile: pad a step's rows to a multiple of it, where the model's products would do it otherwise.
     ValueError: an unknown backend, or one that cannot do what was asked or what the model needs.
     """
@@ -46,6 +49,7 @@ class Runner:
         batch_invariant: bool = True,
         attention_backend: str = "auto",
         row_tile: int = 1,
+        weights: WeightSet | None = None,
     ) -> None:
         config = model.config
         shape = CacheShape(config.num_heads, config.num_kv_heads, config.head_dim, num_pages, page_size)
@@ -58,6 +62,9 @@ class Runner:
         }
         self.attention_backend = self._forms[self._kinds[0]].name
         self._row_tile = row_tile
+        self._weights = weights
+        self.staged: dict[int, Store] = {}
+        """Weights to be loaded, by the ticket of their update: checked, and put here before it is sent."""
         self._native = library()
         self._failed: dict[int, str] = {}
         self._kv = KVStore(config, num_pages, page_size)
@@ -87,18 +94,43 @@ class Runner:
     def perform(self, directive: Directive) -> None:
         """Between steps: give memory back, take it again, load weights. Raises where it cannot."""
         match directive:
-            case Sleep(kv, weights, pages):
-                assert weights == "keep"
-                if kv == "offload":
-                    self._kv.offload(pages)
-                elif kv == "recompute":
-                    self._kv.release()
+            case Sleep():
+                self._sleep(directive)
             case Wake(kv, weights, pages):
+                if weights:
+                    assert self._weights is not None
+                    self._weights.take_back()
                 if kv:
                     self._kv.restore(pages)
             case Clear():
                 self._kv.release()
                 self._failed.clear()
+            case LoadWeights(ticket):
+                assert self._weights is not None
+                self._weights.load(self.staged.pop(ticket))
+
+    def _sleep(self, directive: Sleep) -> None:
+        """First what may fail, then what cannot."""
+        if directive.weights == "offload":
+            assert self._weights is not None
+            self._weights.save()
+        try:
+            if directive.kv == "offload":
+                self._kv.offload(directive.pages)
+        except BaseException:
+            if directive.weights == "offload" and self._weights is not None:
+                self._weights.forget_saved()
+            raise
+        if directive.kv == "recompute":
+            self._kv.release()
+        if directive.weights != "keep":
+            assert self._weights is not None
+            self._weights.give_back()
+
+    @property
+    def has_whole_weights(self) -> bool:
+        """False after a load that failed when it had begun."""
+        return self._weights is None or self._weights.is_whole
 
     def fail(self, slots: Iterable[int], message: str) -> None:
         """The rows in these slots hold nothing to go on from: they fail in steps launched already, and write nothing,

@@ -59,7 +59,7 @@ class ThreadedRunner:
             self._runner.perform(directive)
         except Exception as error:
             known = error if isinstance(error, PerdureError) else DeviceError(f"{type(error).__name__}: {error}")
-            return Outcome(Failure.of(known))
+            return Outcome(Failure.of(known), changed=not self._runner.has_whole_weights)
         return Outcome()
 
     def close(self) -> None:

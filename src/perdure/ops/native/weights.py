@@ -27,7 +27,7 @@ FLOAT_TYPES: dict[torch.dtype, Literal["f32", "bf16", "f16"]] = {
 
 
 class PackedWeight:
-    """Filled row by row, then read by products and look-ups. num_bytes: what it takes in memory."""
+    """Filled row by row, then read by products and look-ups. num_bytes: what it takes in memory; data: that memory."""
 
     def __init__(self, library: Library, stored: str, n: int, k: int) -> None:
         self._c = library.c
@@ -35,12 +35,21 @@ class PackedWeight:
         self._code = _FLOATS.index(stored) if stored in _FLOATS else len(_FLOATS)
         self._kind = BLOCKS.index(stored) if self._code == len(_FLOATS) else 0
         self.num_bytes = math.ceil(n / PANEL) * self._c.panel_bytes(self._code, self._kind, k)
-        self._data = torch.empty(self.num_bytes, dtype=torch.uint8)  # what lies past row n is never used
-        self._address = self._data.data_ptr()
-        self._fixed = (self._code, self._kind, n, k, self._address)
+        self.reserve()
+
+    def reserve(self) -> None:
+        """Take memory; what it holds is to be filled in."""
+        self.data = torch.empty(self.num_bytes, dtype=torch.uint8)  # what lies past row n is never used
+        self._address = self.data.data_ptr()
+        self._fixed = (self._code, self._kind, self.n, self.k, self._address)
+
+    def release(self) -> None:
+        """Give the memory back; nothing may be read until it was reserved and filled again."""
+        self.data = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, first: int, rows: Tensor) -> None:
-        """Rows first .. of the weight: floats [r, k], or a file's blocks as bytes [r, bytes]. Each row once."""
+        """Rows first .. of the weight: floats [r, k], or a file's blocks as bytes [r, bytes]. A row filled again is
+        replaced."""
         count = rows.shape[0]
         assert first >= 0 and first + count <= self.n, (first, count, self.n)
         if self._code == len(_FLOATS):

@@ -1,0 +1,206 @@
+"""A built model's weights as one set: written anew in place, or given back for a while.
+
+- Other weights are checked whole - every name, shape and type - before the first byte of the old ones is touched.
+- They are written where the old ones lie, so whoever computes with them goes on; one weight at a time is held twice.
+- On a CPU the host's memory is the device's own, so weights that are put away go to a temporary file, not to a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from perdure.api.errors import InvalidValue, ModelLoadError, ModelNotFound
+from perdure.models.base import Family, ModelConfig, Part, Parts, Weights, joined_shape
+from perdure.models.config import config_from_directory, config_from_gguf
+from perdure.models.registry import find_family
+from perdure.models.store import Store, directory_store, gguf_store, open_gguf, store_of_tensors
+from perdure.ops.native.weights import JoinedWeight
+
+Source = str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""A directory, a GGUF file, or tensors by the names that Hugging Face's files give them."""
+
+MAY_DIFFER = frozenset({"dtype", "bos_token_id", "eos_token_ids", "max_position_embeddings"})
+"""What another checkpoint of the same model may say otherwise: nothing its weights are computed with."""
+
+NO_WEIGHTS = ("rotary_emb.inv_freq", "rope_freqs.weight")
+"""Stored tensors that hold no weight, by their ends: frequencies are computed from the configuration."""
+
+
+class WeightSet:
+    """is_whole: whether the memory holds one whole set. keeps_blocks: a GGUF's blocks are kept as they are."""
+
+    def __init__(
+        self, config: ModelConfig, family: Family, weights: Weights, *, keeps_blocks: bool, dtype: torch.dtype
+    ) -> None:
+        self._config = config
+        self._family = family
+        self._parameters: dict[str, Parts] = family.parameters(config)
+        self._weights = weights
+        self._keeps_blocks = keeps_blocks
+        self._dtype = dtype
+        self.is_whole = True
+        self._file: BinaryIO | None = None
+        self._is_freed = False
+
+    # Other weights
+
+    def open(self, source: Source) -> Store:
+        """The source, checked whole. Raises `InvalidValue`, `ModelLoadError`, `ModelNotFound`."""
+        if isinstance(source, (str, Path)):
+            store = self._open_path(Path(source))
+        elif self._keeps_blocks:
+            raise InvalidValue("weights: an engine that keeps a GGUF's blocks takes other weights from a GGUF only")
+        elif isinstance(source, Iterable):
+            store = store_of_tensors(source.items() if isinstance(source, Mapping) else source)
+        else:
+            raise InvalidValue(f"weights={source!r} is no path and no collection of named tensors")
+        store.check([part for parts in self._parameters.values() for part in parts], unread(self._config))
+        if self._keeps_blocks:
+            self._check_types(store)
+        return store
+
+    def _open_path(self, path: Path) -> Store:
+        if not path.exists():
+            raise ModelNotFound(f"{path}: no such file or directory")
+        gguf = None if path.is_dir() else open_gguf(path)
+        if gguf is None and self._keeps_blocks:
+            raise InvalidValue(f"weights={str(path)!r}: an engine that keeps a GGUF's blocks needs a GGUF")
+        if gguf is not None or (path / "config.json").is_file():
+            self._check_config(path, config_from_directory(path) if gguf is None else config_from_gguf(gguf))
+        return directory_store(path) if gguf is None else gguf_store(gguf, interleaved=self._family.gguf_interleaves)
+
+    def _check_config(self, path: Path, other: ModelConfig) -> None:
+        """Weights of another model may well fit by their names and shapes. GGUF and Hugging Face say the same of a
+        model in other words; then names and shapes must do."""
+        if find_family(other.architecture, str(path)) is not self._family:
+            raise ModelLoadError(f"{path}: a {other.architecture}, the engine's model is a {self._config.architecture}")
+        if other.architecture != self._config.architecture:
+            return
+        for field in fields(self._config):
+            ours, theirs = getattr(self._config, field.name), getattr(other, field.name, None)
+            if field.name not in MAY_DIFFER and ours != theirs:
+                raise ModelLoadError(f"{path}: {field.name} is {theirs!r}, the engine's model has {ours!r}")
+
+    def _check_types(self, store: Store) -> None:
+        """Blocks are laid out by their type, so each must be of the type it was."""
+        for name, parts in self._parameters.items():
+            weight = self._weights[name]
+            for part, held in zip(parts, weight.parts if isinstance(weight, JoinedWeight) else ()):
+                if (stored := packed_type(store, part)) != held.stored:
+                    raise ModelLoadError(f"{store.path}: tensor {part.gguf!r} is {stored}, not {held.stored} as before")
+
+    def load(self, store: Store) -> None:
+        """Write the store's weights over those in use, which are not whole from the first byte to the last."""
+        assert not self._is_freed, "weights are loaded while their memory is given back"
+        weights = self._weights
+        for name, parts in self._parameters.items():
+            if name in weights.products:
+                dense = torch.empty(joined_shape(parts), dtype=self._dtype)
+                store.fill(dense, parts)
+                self.is_whole = False
+                weights.products[name].load(dense)
+            if name in weights:
+                next(iter(store.pieces(parts[0])))  # what cannot be read at all has changed nothing
+                self.is_whole = False
+                store.fill(weights[name], parts, keep_blocks=self._keeps_blocks)
+        for tensor, make in weights.derived:
+            tensor.copy_(make())
+        self.is_whole = True
+
+    # Away and back
+
+    def save(self) -> None:
+        """Copy all to a temporary file. Raises OSError where it has no room; nothing has changed then."""
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - kept until the weights are back
+        try:
+            for memory in self._memories():
+                file.write(memory.clone().numpy().data)  # a tensor that numpy has seen cannot give its memory back
+            for product in self._weights.products.values():
+                file.write(product.dense().numpy().data)
+        except BaseException:
+            file.close()
+            raise
+        self._file = file
+
+    def forget_saved(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def give_back(self) -> None:
+        """Give the memory back; what was not saved is lost."""
+        for weight in self._weights.values():
+            if isinstance(weight, JoinedWeight):
+                for part in weight.parts:
+                    part.release()
+            else:
+                weight.untyped_storage().resize_(0)
+        for product in self._weights.products.values():
+            product.release()
+        self._is_freed, self.is_whole = True, False
+        _trim()
+
+    def take_back(self) -> None:
+        """Take the memory again, with what was saved. Nothing happens where none was given back."""
+        if not self._is_freed:
+            return
+        for weight in self._weights.values():
+            if isinstance(weight, JoinedWeight):
+                for part in weight.parts:
+                    part.reserve()
+            else:
+                weight.untyped_storage().resize_(weight.nbytes)
+        if self._file is not None:
+            self._file.seek(0)
+            for memory in self._memories():
+                self._read(memory)
+            for product in self._weights.products.values():
+                dense = torch.empty(product.shape)
+                self._read(dense)
+                product.load(dense)
+            self.is_whole = True
+        self._is_freed = False
+        self.forget_saved()
+
+    def _read(self, into: Tensor) -> None:
+        assert self._file is not None
+        data = bytearray(into.nbytes)
+        if self._file.readinto(data) != len(data):  # type: ignore[attr-defined]
+            raise ModelLoadError("the temporary file of the weights ended early")
+        into.copy_(torch.frombuffer(data, dtype=into.dtype).view(into.shape))
+
+    def _memories(self) -> Iterator[Tensor]:
+        """All that is held but products, as bytes, in one order."""
+        for weight in self._weights.values():
+            if isinstance(weight, JoinedWeight):
+                yield from (part.data for part in weight.parts)
+            else:
+                yield weight.flatten().view(torch.uint8)
+
+
+_FLOATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+
+
+def packed_type(store: Store, part: Part) -> str:
+    """How a part of a GGUF is laid out when its blocks are kept (`PackedWeight.stored`)."""
+    stored = store.stored_type(part)
+    return _FLOATS.get(stored, stored)
+
+
+def unread(config: ModelConfig) -> tuple[str, ...]:
+    """Ends of the names of stored tensors that are not read."""
+    return (*NO_WEIGHTS, "lm_head.weight") if config.tie_word_embeddings else NO_WEIGHTS
+
+
+def _trim() -> None:
+    """Have the C library return what it has freed to the system, where it can."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
