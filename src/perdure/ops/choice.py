@@ -61,7 +61,7 @@ class Choice:
 
 
 def choose(library: Library, shapes: Iterable[Shape], measure: Callable[[Shape], Ratios] | None = None) -> Choice:
-    """The choice for these shapes, measured where it is not settled yet. What another process settled meanwhile holds."""
+    """The choice for these shapes, measured where none is settled yet. What another process settled meanwhile holds."""
     if not can_pack(torch.device("cpu"), torch.float32):
         return Choice({})
     path = library.folder / f"products-{_key(library)}.json"
