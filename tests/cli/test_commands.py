@@ -170,7 +170,9 @@ def test_quantization_is_an_option_of_every_command_that_runs_a_model(perdure, t
     assert said.code == 0 and said.out == expanded.out
     assert perdure("chat", *kept, *GREEDY, stdin="Hi\n").code == 0
     assert perdure("logprobs", "Hello", *kept).code == 0
-    assert perdure("bench", "offline", "one", *kept, "--repeat", "1", "--json", tmp_path / "report.json").code == 0
+    (tmp_path / "data.json").write_text('{"prompt_ids": [[1, 2, 3]], "new_tokens": 4}')
+    options = ("--data", tmp_path / "data.json", "--repeat", "1", "--json", tmp_path / "report.json")
+    assert perdure("bench", "offline", "one", *kept, *options).code == 0
     assert json.loads((tmp_path / "report.json").read_text())["setup"]["quantization"] == "gguf"
     done = perdure("info", "--model", tiny, "--quantization", "gguf")
     assert done.code == 2 and f"{tiny} is loaded as none" in done.err
