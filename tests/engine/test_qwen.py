@@ -92,7 +92,7 @@ def ask(path: Path, **config: Any) -> dict[str, Any]:
 
 
 def test_qwen_answers_the_same_from_blocks_in_a_quarter_of_the_memory(qwen: Path) -> None:
-    """Three questions together, greedy: expanded and quantised give the expected word, the same ids, the same scores."""
+    """Three questions together, greedy: expanded and quantised give the expected words, the same ids and scores."""
     kept, expanded = ask(qwen, quantization="gguf"), ask(qwen)
     assert (kept["quantization"], expanded["quantization"]) == ("gguf", "none")
     for text, word in zip(kept["texts"], ANSWERS.values()):

@@ -262,9 +262,7 @@ def test_what_a_window_left_behind_is_not_read(form):
 def test_heads_the_kernel_cannot_take_are_attended_otherwise():
     shape, layer = CacheShape(4, 2, 20, 4, 16), LayerAttention(0.25)
     assert make_attention("auto", shape, layer, batch_invariant=True).name == "tiled"
-    with pytest.raises(
-        ValueError, match="'native' needs a head size that is a multiple of 8, not 20"
-    ):
+    with pytest.raises(ValueError, match="'native' needs a head size that is a multiple of 8, not 20"):
         make_attention("native", shape, layer, batch_invariant=True)
 
 
