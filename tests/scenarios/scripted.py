@@ -57,6 +57,9 @@ class ScriptedDevice(fake.FakeDevice):
         self.plans: list[StepPlan] = []
         self.during_step: Callable[[StepPlan], None] = lambda plan: None
         """Called when a step is executed, before its output is known to anybody."""
+        self.accepted: dict[int, int] = {}
+        """How many tokens a step gives that gives one of this output index, as with accepted drafts; the request must
+        end among them. 1 if not named."""
         self._script_of = script_of
         self._on_launch = on_launch
         self._scripts: dict[int, Script] = {}
@@ -80,10 +83,21 @@ class ScriptedDevice(fake.FakeDevice):
         assert settings is not None
         token = self._scripted(settings, end - settings.prompt_length)
         made.tokens[-1] = self._last_token[slot] = token
-        if settings.num_logprobs != NO_LOGPROBS:
-            known = self._read(self._kv[self._tables[slot]].reshape(-1)[:end])
-            made.records.columns.chosen[-1] = fake.score(known, token)
-        return 1
+        content = self._kv[self._tables[slot]].reshape(-1)[:end]
+        scores = settings.num_logprobs != NO_LOGPROBS
+        if scores:
+            made.records.columns.chosen[-1] = fake.score(self._read(content), token)
+        count = self.accepted.get(end - settings.prompt_length, 1)
+        for index in range(end - settings.prompt_length + 1, end - settings.prompt_length + count):
+            content = np.append(content, np.uint64(fake.chain(int(content[-1]), token, self.weights)))
+            token = self._scripted(settings, index)
+            made.tokens.append(token)
+            if scores:
+                at, known = settings.prompt_length + index, self._read(content)
+                drawn = fake.draw(known, settings.seed, index, settings, self.vocab_size)
+                ids, values = fake.top(known, drawn, settings.num_logprobs, self.vocab_size)
+                made.records.add(row, at, fake.score(known, token), 1 + known % 5, ids, values)
+        return count
 
     def _scripted(self, settings: RowInit, index: int) -> int:
         script = self._scripts[settings.request]

@@ -326,10 +326,11 @@ class Life:
                 weights_at = self.orders.weights_of(ticket, record)
                 self._judge_one(request, record, expected(request, record.seed, self.config, weights_at))
             else:
-                crossed = past is not None and past.num_output and (not past.exact or past.fingerprint != SAME_WEIGHTS)
-                crossed = crossed or (
-                    past is not None and ticket not in self.is_elsewhere and "update" in self.orders.kinds
+                # between engines, or over an update of this one's weights
+                moved_on = past is not None and (
+                    not past.exact or past.fingerprint != SAME_WEIGHTS or self.orders.staged
                 )
+                crossed = past is not None and past.num_output and moved_on
                 assert self.orders.keeps or crossed, "only KV of several weights, or a move to others, is not exact"
                 assert record.scores is None or record.scores.num_scored == len(record.token_ids)
                 self.marks["inexact after a checkpoint" if past is not None else "inexact"] += 1

@@ -347,6 +347,7 @@ class Scheduler:
             return
         if first == state.prompt_length:
             self._note(state, "first_token")
+        self._cut(state, state.prompt_length + state.stops.max_output)  # before a stop that lies beyond it can count
         try:
             stop = state.stops.first_stop(state.tokens, first)
         except StepFailed as error:
@@ -354,8 +355,6 @@ class Scheduler:
             return
         if stop is not None:
             self._cut(state, state.prompt_length + stop.num_tokens)
-        elif state.num_output >= state.stops.max_output:
-            self._cut(state, state.prompt_length + state.stops.max_output)
         self._counters.num_generated_tokens += len(state.tokens) - first
         if stop is not None:
             self._end(state, Status.FINISHED, "stop", stop)
@@ -377,7 +376,7 @@ class Scheduler:
     def _report_past(self, state: RequestState) -> None:
         """What a request that goes on from a checkpoint has already: a part for each span of weights."""
         ends = [*(first for first, _ in state.epochs[1:]), state.num_output]
-        for (first, epoch), end in zip(state.epochs, ends, strict=bool(state.epochs)):
+        for (first, epoch), end in zip(state.epochs, ends, strict=False):
             self._tell(state, first, end, epoch)
 
     def _tell(self, state: RequestState, first: int, end: int, epoch: int) -> None:
