@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from perdure import LLM, Checkpoint, InvalidValue, SamplingParams
 from perdure.api.output import RequestOutput
@@ -294,11 +295,15 @@ def test_misuse_is_refused_by_name(make_llm: MakeLLM) -> None:
 
 
 def test_a_checkpoint_s_own_id_meets_no_made_up_one(make_llm: MakeLLM) -> None:
-    """Ids that engines make up differ between engines, so nobody's prompt is refused for a guest's name."""
-    first, second = make_llm(), make_llm()
-    names = [output.request_id for output in first.generate([X, X], settings(max_tokens=1))]
-    names += [output.request_id for output in second.generate([X, X], settings(max_tokens=1))]
-    assert len({*names}) == 4
+    """A guest brings a name that its own engine made up, even the one its host would give next: nobody is refused."""
+    host = make_llm()
+    assert [output.request_id for output in host.generate([X, X], settings(max_tokens=1))] == ["request-0", "request-1"]
+    found, _ = taken(make_llm(), X, MODES["greedy"], 9, end=True)
+    for number in (2, 7):
+        guest = replace(found, request_id=f"request-{number}")
+        outputs = host.generate([X, guest, X], settings(max_tokens=1))
+        assert [output.error for output in outputs] == [None] * 3
+        assert [output.request_id for output in outputs] == [f"request-{number + n}" for n in (1, 0, 2)]
 
 
 def test_a_checkpoint_of_4000_tokens_is_small_and_quick(tmp_path: Path, one_thread: None) -> None:
