@@ -297,8 +297,8 @@ class FakeDevice:
         self, into: _Scored, row: int, at: int, content: int, token: int, num_top: int, listed: Sequence[int] = ()
     ) -> None:
         ids, scores = top(content, token, num_top, self.vocab_size)
-        into.add(row, at, score(content, token), 1 + content % 5, ids, scores)
-        into.add_listed([1 + (content ^ id_) % 7 for id_ in listed], [score(content, id_) for id_ in listed])
+        ranks, listed_scores = [1 + (content ^ id_) % 7 for id_ in listed], [score(content, id_) for id_ in listed]
+        into.add(row, at, score(content, token), 1 + content % 5, ids, scores, ranks, listed_scores)
 
 
 def _but_history(settings: RowInit) -> RowInit:
@@ -317,7 +317,17 @@ class _Scored:
         self.listed_ranks = array("i")
         self.listed_scores = array("f")
 
-    def add(self, row: int, at: int, chosen: float, rank: int, ids: list[int], scores: list[float]) -> None:
+    def add(
+        self,
+        row: int,
+        at: int,
+        chosen: float,
+        rank: int,
+        ids: list[int],
+        scores: list[float],
+        listed_ranks: Sequence[int] = (),
+        listed_scores: Sequence[float] = (),
+    ) -> None:
         self.columns.row.append(row)
         self.columns.position.append(at)
         self.columns.chosen.append(chosen)
@@ -325,12 +335,9 @@ class _Scored:
         self.columns.num_top.append(len(ids))
         self.top_ids.extend(ids)
         self.top_scores.extend(scores)
-
-    def add_listed(self, ranks: Sequence[int], scores: Sequence[float]) -> None:
-        """Of the listed ids of the entry added last."""
-        self.columns.num_listed.append(len(ranks))
-        self.listed_ranks.extend(ranks)
-        self.listed_scores.extend(scores)
+        self.columns.num_listed.append(len(listed_ranks))
+        self.listed_ranks.extend(listed_ranks)
+        self.listed_scores.extend(listed_scores)
 
     def packed(self) -> ScoreColumns:
         return replace(
