@@ -10,6 +10,7 @@ PUBLIC = {
     "SamplingParams": "perdure.api.sampling",
     "RequestOutput": "perdure.api.output",
     "EngineConfig": "perdure.api.config",
+    "Checkpoint": "perdure.api.checkpoint",
     "Trace": "perdure.trace.trace",
     "PerdureError": "perdure.api.errors",
     "InvalidValue": "perdure.api.errors",

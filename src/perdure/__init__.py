@@ -14,6 +14,7 @@ __all__ = [
     "SamplingParams",
     "RequestOutput",
     "EngineConfig",
+    "Checkpoint",
     "Trace",
     "PerdureError",
     "InvalidValue",
@@ -36,6 +37,7 @@ _HOMES = {
     "SamplingParams": "perdure.api.sampling",
     "RequestOutput": "perdure.api.output",
     "EngineConfig": "perdure.api.config",
+    "Checkpoint": "perdure.api.checkpoint",
     "Trace": "perdure.trace.trace",
     "PerdureError": "perdure.api.errors",
     "InvalidValue": "perdure.api.errors",
@@ -51,6 +53,7 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
+    from perdure.api.checkpoint import Checkpoint
     from perdure.api.config import EngineConfig
     from perdure.api.errors import (
         DeviceError,

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def make() -> RequestState:
     one = request("a", [1, 2])
-    return RequestState(one, 0, 7, StopRule(one, (), 4, no_text))
+    return RequestState(one, 0, 7, "raw", StopRule(one, (), 4, no_text))
 
 
 @pytest.mark.parametrize(("current", "to"), list(product(Status, Status)))

@@ -109,9 +109,9 @@ def check_clean_end(engine: Engine, reference: Reference) -> None:
     """Nothing is left of anything; a fresh request equals its reference; and nothing is left of that."""
     check_empty(engine)
     call = Call()
-    request = Request("fresh", engine.ticket(), FRESH, settings(max_tokens=6))
-    engine.submit([(request, call.receiver(request))])
-    end = call.wait(1)[request.ticket]
+    wanted = cmd.Submit(Request("fresh", engine.ticket(), FRESH, settings(max_tokens=6)))
+    engine.submit([(wanted, call.receiver(wanted))])
+    end = call.wait(1)[wanted.request.ticket]
     assert isinstance(end, ev.Ended) and end.record.token_ids == reference(FRESH, 6).token_ids
     check_empty(engine)
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from msgspec.structs import replace
 
 from perdure import AsyncLLM, SamplingParams
 from perdure.api.errors import EngineDead, InvalidValue, StepFailed
 from perdure.api.plan import StepOutput, StepPlan
+from perdure.models.tiny import make_tiny_llama
 from tests.engine.conftest import MakeAsync, MakeLLM
-from tests.engine.helpers import V, check_equal, in_thread, prompt, settings
+from tests.engine.helpers import V, changed_tensors, check_empty, check_equal, in_thread, prompt, run_async, settings
 from tests.witness import witness
 
 
@@ -172,6 +177,166 @@ def test_T16_waiters_hear_of_a_dead_engine_before_its_slow_steps_end(make_llm: M
     with pytest.raises(EngineDead, match="planted"):
         llm.generate([prompt(5)], settings())
     assert time.monotonic() - died[0] < 0.5
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode", "sampling", "scores"])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_T16_an_exception_ends_exactly_the_requests_of_its_step(
+    where: str, depth: int, make_llm: MakeLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    """X, Y and Z are in the step that raises, W waits for a row: the three end once, with that error and what they had,
+    and W, the engine and the next requests do not notice."""
+    llm = make_llm(steps_in_flight=depth, max_num_seqs=3, enable_prefix_caching=False)
+    prompts, params = [prompt(length) for length in (5, 17, 33, 9)], settings(max_tokens=12, prompt_logprobs=0)
+    clean = llm.generate(prompts, params)
+    runner = llm._engine.resolved.runner
+    num_steps = 0
+    if where in ("prefill", "decode"):
+        Raising(llm._engine, lambda plan: (plan.start[0] >= 0) == (where == "prefill"), MemoryError("planted"))
+    else:
+        name = "sample" if where == "sampling" else "score_targets"
+        work = getattr(runner._sampler, name)
+
+        def fail_once(*arguments: Any) -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 3:
+                raise MemoryError("planted")
+            return work(*arguments)
+
+        setattr(runner._sampler, name, fail_once)
+    *failed, fourth = llm.generate(prompts, params)
+    for output, whole in zip(failed, clean, strict=False):
+        assert isinstance(output.error, StepFailed) and "MemoryError: planted" in str(output.error)
+        assert output.outputs[0].finish_reason == "error"
+        count = len(output.outputs[0].token_ids)
+        assert count < 12 and (count > 0) == (where != "prefill")
+        check_equal(replace(output, error=None), whole, count)
+    check_equal(fourth, clean[3])
+    witness("T16", failed=len(failed), kept=len(failed[0].outputs[0].token_ids) or "none", raised_in=where)
+    for output, whole in zip(llm.generate(prompts, params), clean, strict=True):
+        check_equal(output, whole)
+    assert not caplog.records
+
+
+def test_T16_logits_of_nan_end_one_request(make_llm: MakeLLM, tmp_path: Path) -> None:
+    """A token whose embedding is NaN poisons its own request, before and after others share the batch with it."""
+    make_tiny_llama(tmp_path, seed=0)
+    with changed_tensors(tmp_path) as tensors:
+        tensors["model.embed_tokens.weight"][77] = torch.nan
+    llm = make_llm(tmp_path)
+    ids = [token for token in prompt(40) if token != 77]
+    poisoned, params = [*ids[:20], 77, *ids[20:]], settings(max_tokens=8, prompt_logprobs=1)
+    (alone,) = llm.generate([ids], params)
+    outputs = llm.generate([ids, poisoned, ids[:9], poisoned, ids], params)
+    for at, output in enumerate(outputs):
+        if at in (1, 3):
+            assert isinstance(output.error, StepFailed) and "NaN" in str(output.error)
+            assert output.outputs[0].token_ids == [] and output.outputs[0].finish_reason == "error"
+        else:
+            assert output.error is None and len(output.outputs[0].token_ids) == 8
+    check_equal(outputs[0], alone)
+    check_equal(outputs[4], alone)
+    witness("T16-nan", num_failed=2, num_whole=3)
+    check_empty(llm._engine)
+
+
+class Silent:
+    """A tokenizer that raises at a chosen id; the rest is another's."""
+
+    def __init__(self, tokenizer: Any, token: int) -> None:
+        self._tokenizer, self._token = tokenizer, token
+
+    def decode(self, token_ids: Any, *arguments: Any) -> str:
+        if self._token in list(token_ids):
+            raise OverflowError("no such glyph")
+        text: str = self._tokenizer.decode(token_ids, *arguments)
+        return text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("stop", [(), ("never this",)], ids=["result", "stop-string"])
+def test_T16_a_text_that_cannot_be_made_ends_its_own_request(
+    stop: tuple[str, ...], make_llm: MakeLLM, make_async: MakeAsync
+) -> None:
+    """Its ids and scores are there, its error says why; the others, streams too, do not notice; nobody waits on."""
+    params = settings(max_tokens=12, stop=stop)
+    (whole, beside) = make_llm().generate([prompt(20), prompt(9)], params)
+    ids = whole.outputs[0].token_ids
+    token = next(token for token in ids[4:] if token not in ids[:4] and token not in beside.outputs[0].token_ids)
+    count = ids.index(token) + 1 if stop else 12
+    llm = make_llm()
+    llm._engine.tokenizer = Silent(llm._engine.tokenizer, token)
+    failed, other = llm.generate([prompt(20), prompt(9)], params)
+    assert isinstance(failed.error, StepFailed) and "OverflowError: no such glyph" in str(failed.error)
+    assert failed.outputs[0].finish_reason == "error" and failed.outputs[0].text == ""
+    assert failed.outputs[0].token_ids == ids[:count] and len(failed.outputs[0].logprobs or ()) == count
+    check_equal(other, beside)
+    witness("T16-text", kept=count)
+
+    async def main(llm: AsyncLLM) -> None:
+        llm._engine.tokenizer = Silent(llm._engine.tokenizer, token)
+        handles = [llm.submit(prompt(length), params) for length in (20, 9)]
+        with contextlib.suppress(OverflowError):
+            parts = [part async for part in handles[0]]
+            assert parts[-1].outputs[0].finish_reason == "error"
+        with contextlib.suppress(OverflowError):
+            assert isinstance((await handles[0]).error, StepFailed)
+        check_equal(await handles[1], beside)
+        while (await llm.stats()).num_running:
+            await asyncio.sleep(0.001)
+
+    run_async(main(make_async()))
+
+
+def test_a_dead_engine_says_so_to_every_later_call(make_llm: MakeLLM, make_async: MakeAsync) -> None:
+    """Whatever is asked, and however often, with the first cause; what needs no engine still works."""
+    llm = make_llm()
+    Raising(llm._engine, lambda plan: True, SystemExit(3))
+    with pytest.raises(EngineDead, match="SystemExit"):
+        llm.generate([prompt(5)], settings())
+    calls: list[Callable[[], Any]] = [
+        lambda: llm.generate([[1]], settings()),
+        lambda: llm.logprobs([[1, 2]]),
+        lambda: llm.abort("A"),
+        llm.abort,
+        lambda: llm.checkpoint("A"),
+        llm.pause,
+        lambda: llm.suspend("recompute"),
+        llm.resume,
+        llm.reset,
+        llm.reset_prefix_cache,
+        lambda: llm.update_weights(None, epoch=3),
+        llm.stats,
+    ]
+    for call in calls * 2:
+        with pytest.raises(EngineDead, match="SystemExit"):
+            call()
+    assert llm.vocab_size == V and llm.describe()["page_size"] == 16
+    llm.shutdown()
+    with pytest.raises(EngineDead, match="SystemExit"):
+        llm.stats()
+
+    async def main(llm: AsyncLLM) -> None:
+        Raising(llm._engine, lambda plan: True, SystemExit(3))
+        handle = llm.submit(prompt(5), settings())
+        with pytest.raises(EngineDead):
+            await handle
+        with pytest.raises(EngineDead):
+            [part async for part in handle]
+        for later in (lambda: llm.submit([1], settings()), handle.abort):
+            with pytest.raises(EngineDead, match="SystemExit"):
+                later()
+        for asked in (handle.checkpoint, llm.stats, llm.pause, llm.resume, llm.reset_prefix_cache):
+            with pytest.raises(EngineDead, match="SystemExit"):
+                await asked()
+
+    engine = AsyncLLM(str(llm._engine.resolved.model_path), num_pages=16)
+    run_async(main(engine))
+    engine.shutdown()
+    witness("dead-engine", num_calls=2 * len(calls))
 
 
 def test_a_refusal_has_the_shape_of_every_ending(make_llm: MakeLLM) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from perdure import LLM
+from perdure.api import command as cmd
 from perdure.api.errors import EngineDead, PerdureError
 from perdure.api.event import Event
 from perdure.api.request import Request
@@ -93,7 +94,7 @@ def test_T68_an_engine_dropped_on_its_own_thread_still_ends(tiny: Path, one_thre
     circle.append(circle)
     del llm, circle
     receiver = Collecting()
-    engine.submit([(Request("a", engine.ticket(), [1, 2, 3], settings(max_tokens=200)), receiver)])
+    engine.submit([(cmd.Submit(Request("a", engine.ticket(), [1, 2, 3], settings(max_tokens=200))), receiver)])
     engine._thread.join(timeout=30)
     assert gone() is None and not engine._thread.is_alive()
     assert closed_by == [engine._thread.name]

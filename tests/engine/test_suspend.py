@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from perdure import DeviceError, InvalidValue, PerdureError, StateError
+from perdure.api import command as cmd
 from perdure.api.command import KVMode
 from perdure.api.event import Ended, Event
 from perdure.api.output import RequestOutput
@@ -188,7 +189,8 @@ def test_s06_a_waiter_from_before_a_reset_is_woken_by_work_after_it(make_llm: Ma
 
     call, waiting = Call(), threading.Event()
     request = Request("later", engine.ticket(), prompt(40), settings())
-    receiver = call.receiver(request)
+    wanted = cmd.Submit(request)
+    receiver = call.receiver(wanted)
 
     def wait() -> dict[int, Event | PerdureError]:
         waiting.set()
@@ -200,7 +202,7 @@ def test_s06_a_waiter_from_before_a_reset_is_woken_by_work_after_it(make_llm: Ma
     stats = llm.stats()
     assert (stats.num_requests, stats.num_steps, stats.num_cached_tokens) == (0, 0, 0)
     assert not engine._loop.scheduler._prefix._page_of
-    engine.submit([(request, receiver)])
+    engine.submit([(wanted, receiver)])
     end = woken()[request.ticket]
     assert isinstance(end, Ended) and end.record.num_cached_tokens == 0
     assert end.record.token_ids == reference(prompt(40), 16).token_ids

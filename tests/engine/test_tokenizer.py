@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from perdure import LLM, SamplingParams
 from perdure.api.errors import InvalidValue, ModelLoadError, ModelNotFound
 from perdure.engine.tokenizer import load_tokenizer
 from perdure.models.gguf_file import GGUFFile
@@ -164,6 +165,19 @@ def test_nothing_there(tmp_path):
         load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(ModelNotFound, match="no tokenizer in this directory"):
         load_tokenizer(tmp_path)
+
+
+def test_a_gguf_without_a_tokenizer_takes_and_gives_ids(tmp_path):
+    """Not one word of a tokenizer in it: the model runs. A word and no vocabulary is a damaged file."""
+    file = write_gguf(make_tiny_llama(tmp_path / "tiny"), tmp_path / "bare.gguf", "F32")
+    file.write_bytes(file.read_bytes().replace(b"tokenizer.", b"something."))
+    with pytest.raises(ModelNotFound, match="no tokenizer in this file"):
+        load_tokenizer(file)
+    with LLM(str(file), num_pages=8) as llm:
+        (output,) = llm.generate([[1, 5, 6]], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 4 and output.outputs[0].text == ""
+        (refused,) = llm.generate(["text"])
+        assert "tokenizer" in str(refused.error)
 
 
 def test_damaged_directory(tmp_path):

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
+from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import CoreConfig
 from perdure.api.output import Stats
 from perdure.api.plan import NO_LOGPROBS, RowInit, StepOutput, StepPlan
@@ -56,6 +57,9 @@ class ScriptedDevice(fake.FakeDevice):
         self.plans: list[StepPlan] = []
         self.during_step: Callable[[StepPlan], None] = lambda plan: None
         """Called when a step is executed, before its output is known to anybody."""
+        self.accepted: dict[int, int] = {}
+        """How many tokens a step gives that gives one of this output index, as with accepted drafts; the request must
+        end among them. 1 if not named."""
         self._script_of = script_of
         self._on_launch = on_launch
         self._scripts: dict[int, Script] = {}
@@ -79,10 +83,21 @@ class ScriptedDevice(fake.FakeDevice):
         assert settings is not None
         token = self._scripted(settings, end - settings.prompt_length)
         made.tokens[-1] = self._last_token[slot] = token
-        if settings.num_logprobs != NO_LOGPROBS:
-            known = self._read(self._kv[self._tables[slot]].reshape(-1)[:end])
-            made.records.columns.chosen[-1] = fake.score(known, token)
-        return 1
+        content = self._kv[self._tables[slot]].reshape(-1)[:end]
+        scores = settings.num_logprobs != NO_LOGPROBS
+        if scores:
+            made.records.columns.chosen[-1] = fake.score(self._read(content), token)
+        count = self.accepted.get(end - settings.prompt_length, 1)
+        for index in range(end - settings.prompt_length + 1, end - settings.prompt_length + count):
+            content = np.append(content, np.uint64(fake.chain(int(content[-1]), token, self.weights)))
+            token = self._scripted(settings, index)
+            made.tokens.append(token)
+            if scores:
+                at, known = settings.prompt_length + index, self._read(content)
+                drawn = fake.draw(known, settings.seed, index, settings, self.vocab_size)
+                ids, values = fake.top(known, drawn, settings.num_logprobs, self.vocab_size)
+                made.records.add(row, at, fake.score(known, token), 1 + known % 5, ids, values)
+        return count
 
     def _scripted(self, settings: RowInit, index: int) -> int:
         script = self._scripts[settings.request]
@@ -144,13 +159,13 @@ class Call:
     def state(self) -> RequestState:
         """The core's own record, while live."""
         state = self.stage.scheduler._live[self.request.request_id]
-        assert state.request is self.request
+        assert state.request.ticket == self.request.ticket
         return state
 
     @property
     def is_live(self) -> bool:
         state = self.stage.scheduler._live.get(self.request.request_id)
-        return state is not None and state.request is self.request
+        return state is not None and state.request.ticket == self.request.ticket
 
     @property
     def num_output(self) -> int:
@@ -193,7 +208,10 @@ class Stage:
         for event in events:
             if isinstance(event, ev.Done):
                 assert event.ticket not in self.answers, "a command answered twice"
-                self.answers[event.ticket] = event.value
+                self.answers[event.ticket] = event.value if event.failure is None else event.failure
+            elif isinstance(event, ev.Taken):
+                assert event.request_ticket in self.calls
+                self.answers[event.ticket] = event.checkpoint
             else:
                 self.calls[event.ticket].take(event)
 
@@ -221,6 +239,30 @@ class Stage:
         self.calls[ticket] = call
         self.inbox.put(cmd.Submit(call.request))
         return call
+
+    def go_on(self, checkpoint: Checkpoint, script: Script, request_id: RequestId | None = None) -> Call:
+        """Submit a checkpoint; script: of the whole request."""
+        ticket = self.ticket()
+        name = checkpoint.request_id if request_id is None else request_id
+        call = Call(self, checkpoint.as_request(name, ticket, stream=True), script)
+        self.calls[ticket] = call
+        self.inbox.put(cmd.Submit(call.request, checkpoint))
+        return call
+
+    def ask_checkpoint(self, request_id: RequestId, end: bool = False) -> Checkpoint | ev.Failure:
+        """Taken in the next turn, and through its file form."""
+        ticket = self.ticket()
+        self.inbox.put(cmd.TakeCheckpoint(ticket, request_id, end=end))
+        self.turn()
+        found = self.answers[ticket]
+        assert isinstance(found, (Checkpoint, ev.Failure))
+        assert isinstance(found, ev.Failure) or Checkpoint.from_bytes(found.to_bytes()) == found
+        return found
+
+    def checkpoint(self, call: Call, end: bool = False) -> Checkpoint:
+        found = self.ask_checkpoint(call.request.request_id, end)
+        assert isinstance(found, Checkpoint)
+        return found
 
     def abort(self, *request_ids: RequestId) -> None:
         self.inbox.put(cmd.Abort(request_ids=list(request_ids)))

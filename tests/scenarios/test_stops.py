@@ -122,6 +122,45 @@ def test_T32_a_stop_in_flight_when_its_request_is_put_aside(kind: str, depth: in
         stage.check_clean_end()
 
 
+BLOCKS: dict[str, tuple[list[int], int, dict[str, Any], int, object]] = {
+    "a stop inside": ([10, 11, 30, 31, 32, 33], 5, {"stop_token_sequences": [[30, 31]]}, 4, (30, 31)),
+    "a longer stop at the same end": ([10, 30, 31, 32], 9, {"stop_token_sequences": [[31], [30, 31]]}, 3, (30, 31)),
+    "an end id inside": ([10, 11, END, 20, 21], 9, {}, 3, None),
+    "a string inside": ([10, 20, 21, 22, 68, 68], 9, {"stop": ["END"]}, 4, "END"),
+    "the budget inside": ([10, 11, 12, 13, 14, 30, 31], 5, {"stop_token_sequences": [[30, 31]]}, 5, None),
+    "a stop at its last token": ([10, 11, 12, 40], 9, {"stop_token_ids": [40]}, 4, 40),
+}
+"""A script, its budget and stops; how many ids remain, and why it stopped."""
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("strip", [False, True], ids=["kept", "stripped"])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("begins_at", [0, 1])
+def test_s19_T30_a_step_that_gives_tokens_past_the_first_stop_is_cut_there(
+    begins_at: int, block: str, strip: bool, depth: int
+) -> None:
+    """Scripted drafts: what comes after the stop, and every score and part of it, is as if never drawn."""
+    script, budget, stops, count, reason = BLOCKS[block]
+    stage = Stage(depth, pieces=PIECES)
+    stage.device.accepted = {begins_at: len(script) - begins_at}
+    call = stage.submit([1, 2, 3], script, max_tokens=budget, logprobs=2, strip_stop_tokens=strip, **stops)
+    stage.run()
+    record = call.ended
+    assert record.token_ids == script[:count] and record.scores is not None
+    assert record.scores.num_scored == len(record.scores.num_top) == count
+    assert len(record.scores.top_ids) == 2 * count
+    ends_by_length = count == budget
+    assert record.finish_reason == ("length" if ends_by_length else "stop")
+    assert (record.stop is None) == ends_by_length and (record.stop is None or record.stop.reason == reason)
+    assert len(call.token_ids) <= begins_at  # all of the block came with the end
+    assert stage.stats().num_generated_tokens == count
+    stage.device.accepted = {}
+    check_equals_solo(call)
+    witness("s19", tokens_of_the_step=len(script) - begins_at, cut=len(script) - count or "nothing", kept=count)
+    stage.check_clean_end()
+
+
 @DEPTHS
 def test_T31_min_tokens_holds_every_stop_back(depth: int) -> None:
     """Ids are not sampled before it, strings and sequences completed before it do not count."""

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
+from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import CoreConfig
 from perdure.api.directive import Directive
+from perdure.api.fingerprint import Fingerprint
 from perdure.api.plan import StepOutput, StepPlan
 from perdure.api.request import Request
 from perdure.api.sampling import SamplingParams
@@ -25,10 +27,13 @@ from perdure.core.admission import derived_seed
 from perdure.core.scheduler import Scheduler
 from perdure.engine.loop import Inbox, Loop
 from perdure.runner.fake import FakeDevice
+from tests.sim.elsewhere import Elsewhere
 from tests.sim.oracle import PIECES, Expected, expected
 from tests.sim.orders import Orders
 
 MAX_TURNS = 20_000
+SAME_WEIGHTS = Fingerprint(weights="0")
+"""Of both engines at their start, and of the other one always."""
 
 
 class PieceCursor:
@@ -73,6 +78,7 @@ class Life:
             admit_beside_paused=rng.random() < 0.7,
             enable_prefix_caching=rng.random() < 0.8,
             seed=rng.randrange(5),
+            fingerprint=SAME_WEIGHTS,
             poison_free_pages=rng.random() < 0.5,
         )
         self.faulty = rng.random() < 0.25
@@ -98,6 +104,14 @@ class Life:
         self.parts: dict[int, tuple[list[int], TokenScores]] = {}
         self.part_epochs: dict[int, list[tuple[int, int]]] = {}
         self.moments: dict[int, list[ev.Moment]] = {}
+        self.elsewhere = Elsewhere(self.config, rng, lambda request: PieceCursor(), self._publish, self._fail)
+        self.taken: list[tuple[int, Checkpoint]] = []
+        """Every checkpoint, with the ticket of the request it was taken of."""
+        self.at_rest: list[Checkpoint] = []
+        """Those that may still be submitted."""
+        self.went_on: dict[int, Checkpoint] = {}
+        """By the ticket under which it went on."""
+        self.is_elsewhere: set[int] = set()
         self.must_refuse: set[int] = set()
         self.may_refuse: set[int] = set()
         self.next_ticket = 1
@@ -131,7 +145,12 @@ class Life:
                 self.orders.give()
             elif roll < 0.51:
                 self.send(cmd.ResetPrefixCache(self.ticket()))
+            elif roll < 0.57:
+                self._take_checkpoint()
+            elif roll < 0.70 and self.at_rest:
+                self._go_on()
             self.loop.turn(block=False)
+            self.elsewhere.loop.turn(block=False)
             if not to_submit and len(self.ended) + len(self.refused) == len(self.requests):
                 break
             if not to_submit and self.rng.random() < 0.3:
@@ -140,6 +159,8 @@ class Life:
             raise AssertionError(f"after {MAX_TURNS} turns requests are still alive: a live-lock")
         while self.loop._in_flight or self.scheduler.directive():
             self.loop.turn(block=False)
+        while self.elsewhere.loop._in_flight:
+            self.elsewhere.loop.turn(block=False)
         self._judge()
 
     def ticket(self) -> int:
@@ -167,13 +188,48 @@ class Life:
         self.requests[ticket] = request
         self.send(cmd.Submit(request))
 
-    def _live(self) -> list[Request]:
-        """Those that will be live when what is sent now is applied."""
+    def _live(self, there: bool = False) -> list[Request]:
+        """Those that will be live, here or elsewhere, when what is sent now is applied."""
         return [
             request
             for ticket, request in self.requests.items()
-            if ticket not in self.ended and ticket not in self.must_refuse and not _ends_at_once(request)
+            if (ticket in self.is_elsewhere) == there
+            and not (ticket in self.ended or ticket in self.must_refuse or _ends_at_once(request))
         ]
+
+    def _take_checkpoint(self) -> None:
+        """Of somebody here or there, who lives on or ends with it."""
+        rng, live = self.rng, [ticket for ticket in self.requests if ticket not in self.ended]
+        if not live:
+            return
+        ticket = rng.choice(live)
+        inbox = self.elsewhere.inbox if ticket in self.is_elsewhere else self.inbox
+        inbox.put(cmd.TakeCheckpoint(self.ticket(), request_ticket=ticket, end=rng.random() < 0.5))
+
+    def _go_on(self) -> None:
+        """Submit a checkpoint here or elsewhere, under its own id or another; it can be submitted again."""
+        rng = self.rng
+        checkpoint = rng.choice(self.at_rest)
+        if rng.random() < 0.7:
+            self.at_rest.remove(checkpoint)
+        ticket = self.ticket()
+        name = checkpoint.request_id if rng.random() < 0.6 else rng.randint(0, 12)
+        request = checkpoint.as_request(name, ticket, stream=rng.random() < 0.5)
+        there = rng.random() < 0.6
+        if (not there and self.orders.is_suspended) or any(name == one.request_id for one in self._live(there)):
+            self.must_refuse.add(ticket)
+        if not there and self.faulty_device:
+            self.may_refuse.add(ticket)
+        self.requests[ticket] = request
+        self.went_on[ticket] = checkpoint
+        if there:
+            self.is_elsewhere.add(ticket)
+        inbox = self.elsewhere.inbox if there else self.inbox
+        inbox.put(cmd.Submit(request, Checkpoint.from_bytes(checkpoint.to_bytes())))
+
+    def _num_known(self, ticket: int) -> int:
+        """Output tokens that came with the request's checkpoint."""
+        return self.went_on[ticket].num_output if ticket in self.went_on else 0
 
     def _params(self) -> SamplingParams:
         rng, vocab = self.rng, self.config.vocab_size
@@ -212,14 +268,15 @@ class Life:
                     assert ticket not in self.ended, f"two ends of {ticket}"
                     assert ticket not in self.refused
                     self.ended[ticket] = record
-                    self.orders.ended(ticket, record)
+                    self.orders.ended(ticket, record, ticket in self.is_elsewhere)
                 case ev.Refused(ticket, request_id, _):
                     assert ticket not in self.ended and ticket not in self.refused
                     assert ticket in self.must_refuse | self.may_refuse, f"refused for no reason: {event}"
                     assert request_id == self.requests[ticket].request_id
                     self.refused.add(ticket)
                 case ev.Progress(ticket, first, token_ids, scores, epoch):
-                    assert not self.orders.is_halted, "a token came while paused or suspended"
+                    is_free = ticket in self.is_elsewhere or first < self._num_known(ticket)
+                    assert is_free or not self.orders.is_halted, "a token came while paused or suspended"
                     self.part_epochs.setdefault(ticket, []).append((first, epoch))
                     ids, log = self.parts.setdefault(ticket, ([], TokenScores()))
                     assert ticket not in self.ended and first == len(ids)
@@ -230,6 +287,11 @@ class Life:
                         log.extend(scores)
                 case ev.Done(ticket, _, failure):
                     self.orders.answered(ticket, failure)
+                case ev.Taken(_, ticket, checkpoint):
+                    assert ticket not in self.ended and checkpoint.request_id == self.requests[ticket].request_id
+                    self.taken.append((ticket, checkpoint))
+                    self.at_rest.append(checkpoint)
+                    self.marks[f"checkpoint while {checkpoint.status}"] += 1
                 case ev.Moment(ticket):
                     assert ticket not in self.ended, f"{event} after the end"
                     self.moments.setdefault(ticket, []).append(event)
@@ -237,10 +299,11 @@ class Life:
     # Judgement
 
     def _judge(self) -> None:
-        stats = self.scheduler.stats()
-        assert stats.num_free_pages == stats.num_pages, "pages are lost"
-        assert stats.num_running == stats.num_waiting == stats.num_paused == 0
-        assert not self.scheduler._states and not self.scheduler._live, "something is kept after its end"
+        for scheduler in (self.elsewhere.scheduler, self.scheduler):
+            stats = scheduler.stats()
+            assert stats.num_free_pages == stats.num_pages, "pages are lost"
+            assert stats.num_running == stats.num_waiting == stats.num_paused == 0
+            assert not scheduler._states and not scheduler._live, "something is kept after its end"
         if not self.faulty_device:
             assert self.must_refuse == self.refused
         self.orders.judge()
@@ -249,9 +312,11 @@ class Life:
         self.marks["cached tokens"] += stats.num_cached_tokens
         self.marks["refused"] += len(self.refused)
         for ticket, record in self.ended.items():
-            request = self.requests[ticket]
+            request, past = self.requests[ticket], self.went_on.get(ticket)
             given = request.params.seed
-            if given is None:
+            if past is not None:
+                given = past.seed
+            elif given is None:
                 given = derived_seed(self.config.seed, self.config.replica, record.arrival)
             assert record.seed == given
             spans = record.weight_epochs
@@ -261,10 +326,23 @@ class Life:
                 weights_at = self.orders.weights_of(ticket, record)
                 self._judge_one(request, record, expected(request, record.seed, self.config, weights_at))
             else:
-                assert self.orders.keeps, "only KV of several weights makes a result that is not exact"
+                # between engines, or over an update of this one's weights
+                moved_on = past is not None and (
+                    not past.exact or past.fingerprint != SAME_WEIGHTS or self.orders.staged
+                )
+                crossed = past is not None and past.num_output and moved_on
+                assert self.orders.keeps or crossed, "only KV of several weights, or a move to others, is not exact"
                 assert record.scores is None or record.scores.num_scored == len(record.token_ids)
-                self.marks["inexact"] += 1
-            _judge_moments(self.moments[ticket], record)
+                self.marks["inexact after a checkpoint" if past is not None else "inexact"] += 1
+            _judge_moments(self.moments[ticket], record, past)
+            assert record.num_checkpoints == (past.num_checkpoints if past is not None else 0)
+            if past is not None:
+                self.marks[f"{record.finish_reason} after {min(record.num_checkpoints, 3)} checkpoints"] += 1
+        for ticket, checkpoint in self.taken:
+            record, count = self.ended[ticket], checkpoint.num_output
+            assert checkpoint.token_ids == record.token_ids[:count]
+            if checkpoint.scores is not None and record.scores is not None:
+                assert TokenScores.unpack(checkpoint.scores, checkpoint.token_ids) == record.scores.cut(0, count)
 
     def _judge_one(self, request: Request, record: ev.Record, truth: Expected) -> None:
         count = len(record.token_ids)
@@ -292,12 +370,14 @@ class Life:
         _judge_scores(record.prompt_scores, prompt_scores, request.params.prompt_logprobs is not None)
 
 
-def _judge_moments(moments: list[ev.Moment], record: ev.Record) -> None:
-    """They tell the whole way: in an order that can be, and as often as the record says."""
+def _judge_moments(moments: list[ev.Moment], record: ev.Record, past: Checkpoint | None) -> None:
+    """They tell the whole way here: in an order that can be, and as often as the record says."""
+    before = (0, 0, 0) if past is None else (past.num_output, past.num_pauses, past.num_evictions)
     kinds = [moment.kind for moment in moments]
     assert kinds[0] == "queued" and moments[0].detail == record.request_id
-    assert kinds.count("queued") == 1 and kinds.count("first_token") == bool(record.token_ids)
-    assert (kinds.count("paused"), kinds.count("evicted")) == (record.num_pauses, record.num_evictions)
+    assert kinds.count("queued") == 1 and kinds.count("first_token") == (len(record.token_ids) > 0 == before[0])
+    assert kinds.count("paused") == record.num_pauses - before[1]
+    assert kinds.count("evicted") == record.num_evictions - before[2]
     is_resident = is_paused = False
     left = 0  # known tokens that this residency has to compute still
     for moment in moments[1:]:
@@ -318,7 +398,7 @@ def _judge_moments(moments: list[ev.Moment], record: ev.Record) -> None:
                 assert is_resident
                 is_resident = is_paused = False
             case kind:
-                assert kind == "first_token"
+                assert kind in ("first_token", "checkpoint")
 
 
 def _judge_scores(given: TokenScores | None, truth: list[tuple[float, list[int], list[float]]], asked: bool) -> None:

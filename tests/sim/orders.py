@@ -193,9 +193,11 @@ class Orders:
         self.kv_asleep, self.weights_asleep = residency.kv is not None, residency.weights is not None
         self.weights_whole, self.weights = residency.weights_loaded, self._loaded
 
-    def ended(self, ticket: int, record: Record) -> None:
-        self._arrivals.append((self._era, record.arrival))
-        self._weights_at_end[ticket] = self._loaded
+    def ended(self, ticket: int, record: Record, there: bool) -> None:
+        """there: in the other engine, which has its first weights for ever."""
+        if not there:
+            self._arrivals.append((self._era, record.arrival))
+        self._weights_at_end[ticket] = 0 if there else self._loaded
 
     # Judging
 

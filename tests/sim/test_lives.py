@@ -14,13 +14,19 @@ from tests.sim.life import run_lives
 
 BATCH = 125
 
+EVERYWHERE = (
+    *(f"checkpoint while {status}" for status in ("waiting", "running", "paused")),
+    *(f"{reason} after {count} checkpoints" for reason in ("stop", "length") for count in (1, 2)),
+)
+"""What the lives of every depth must have visited."""
+
 RARE = {
     1: ("evictions", "pauses", "cached tokens", "refused", "length", "stop by NoneType", "stop by int", "stop by str"),
     2: ("stop while paused", "stop while waiting", "length while waiting", "error while running", "stop by tuple"),
     3: ("stop while paused", "stop while waiting", "length while waiting", "evictions", "pauses"),
     4: ("stop while paused", "stop while waiting", "length while waiting", "evictions", "pauses"),
 }
-"""What the lives of a depth must have visited."""
+"""And what those of one depth must."""
 
 ORDERS = (
     *("suspended by persist", "suspended by offload", "suspended by recompute", "Suspend failed", "Suspend refused"),
@@ -38,7 +44,7 @@ def test_every_life_equals_its_oracle(depth: int, sim_lives: int) -> None:
     with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
         for found in pool.map(_run, batches):
             marks += found
-    missed = [name for name in (*RARE[depth], *ORDERS) if not marks[name]]
+    missed = [name for name in (*EVERYWHERE, *RARE[depth], *ORDERS) if not marks[name]]
     assert not missed, f"{sim_lives} lives never visited {missed}"
     print(f"depth {depth}: {sim_lives} lives, {dict(sorted(marks.items()))}")
 

@@ -41,6 +41,18 @@ FAULTS = {
         "limit = min(len(state.tokens), state.last_position) - 1",
         "limit = min(len(state.tokens), state.last_position)",
     ),
+    "a_checkpoint_that_forgets_its_text": (
+        "core/stopping.py",
+        1,
+        "                self.strings.push(token, counts=False)",
+        "                pass",
+    ),
+    "a_seed_resolved_again_after_a_checkpoint": (
+        "core/checkpoint.py",
+        2,
+        "RequestState(request, arrival, checkpoint.seed,",
+        "RequestState(request, arrival, config.seed if request.params.seed is None else request.params.seed,",
+    ),
     "a_key_published_at_plan_time": (
         "core/scheduler.py",
         2,

@@ -1,7 +1,7 @@
 """What a caller may ask of the engine loop. Plain values: a journal of them replays a run.
 
-A `ticket` is the caller's number for the answer: requests are answered by `event.Refused` or `event.Ended`, the rest by
-`event.Done`.
+A `ticket` is the caller's number for the answer: requests are answered by `event.Refused` or `event.Ended`,
+`TakeCheckpoint` by `event.Taken` or a failed `event.Done`, the rest by `event.Done`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from perdure.api.checkpoint import Checkpoint
 from perdure.api.request import Request, RequestId
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -21,9 +22,13 @@ InFlightPolicy = Literal["recompute", "keep"]
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Admit one request, or refuse it before anything of it exists."""
+    """Admit one request, or refuse it before anything of it exists.
+
+    checkpoint: where it goes on; the request's prompt and settings are the checkpoint's then. None: from its prompt.
+    """
 
     request: Request
+    checkpoint: Checkpoint | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -32,6 +37,18 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request_ids: list[RequestId] = []
     tickets: list[int] = []
     everything: bool = False
+
+
+class TakeCheckpoint(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Give out a live request, named by its id or, if that is None, by its submitter's ticket.
+
+    end: end it at once with what it has, as `Abort` does; else it lives on and does not notice.
+    """
+
+    ticket: int
+    request_id: RequestId | None = None
+    request_ticket: int | None = None
+    end: bool = False
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -108,4 +125,4 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
 Order = Pause | Suspend | Resume | Reset | UpdateWeights
 """Commands that change the engine's state; each waits for those before it."""
 
-Command = Submit | Abort | Order | ResetPrefixCache | GetStats | Stop
+Command = Submit | Abort | TakeCheckpoint | Order | ResetPrefixCache | GetStats | Stop

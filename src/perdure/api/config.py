@@ -11,7 +11,10 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.api.errors import InvalidValue
+from perdure.api.fingerprint import Fingerprint
 from perdure.api.sampling import LogprobsMode
+
+OnMismatch = Literal["continue", "refuse"]
 
 
 class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +22,9 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     vocab_size: the width of the logits. end_token_ids: the model's whole set. paused_pages: how many pages paused
     requests may keep together; admit_beside_paused: whether requests are taken in while one is paused. replica: this
-    engine's index, for derived seeds. poison_free_pages: have pages that nobody owns filled with NaN, for debugging.
+    engine's index, for derived seeds. batch_invariant: whether the forms in use give a row the same bits in any
+    schedule. fingerprint, on_mismatch: for checkpoints that come from elsewhere. poison_free_pages: have pages that
+    nobody owns filled with NaN, for debugging.
     """
 
     num_pages: int
@@ -36,6 +41,9 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     logprobs_mode: LogprobsMode = "raw"
     seed: int = 0
     replica: int = 0
+    batch_invariant: bool = True
+    fingerprint: Fingerprint = Fingerprint()
+    on_mismatch: OnMismatch = "continue"
     poison_free_pages: bool = False
 
     @property
@@ -51,13 +59,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     bf16 unit runs, whatever the checkpoint says. num_pages or kv_cache_bytes: size of the KV pool; neither = room for
     max_num_seqs requests of full length, within a quarter of the memory that is free.
     max_num_batched_tokens: most positions computed in one step. steps_in_flight: 1 = plan only after the step before
-    is known, 2 = overlapped, up to 4. batch_invariant: bitwise results whatever the schedule. paused_pages: how many
-    pages requests that wait for one may keep together, others are evicted and computed again; None = a tenth of the
-    pool. admit_beside_paused: False = while a request waits so, no other is taken in. attention_backend,
-    linear_backend: "reference" is the slow, obvious form, "plain" the library's own. quantization: "gguf" keeps the
-    blocks of a GGUF file as they are instead of expanding them. progress: say on stderr what is being done.
-    check_integrity, poison_free_pages: for debugging; account for everything after every turn, and fill pages that
-    nobody owns with NaN in every step.
+    is known, 2 = overlapped, up to 4. batch_invariant: bitwise results whatever the schedule. on_mismatch: whether a
+    checkpoint whose bits come from another kind of engine goes on, with `exact=False` in its result, or is refused.
+    paused_pages: how many pages requests that wait for one may keep together, others are evicted and computed again;
+    None = a tenth of the pool. admit_beside_paused: False = while a request waits so, no other is taken in.
+    attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own. quantization:
+    "gguf" keeps the blocks of a GGUF file as they are instead of expanding them. progress: say on stderr what is being
+    done. check_integrity, poison_free_pages: for debugging; account for everything after every turn, and fill pages
+    that nobody owns with NaN in every step.
     """
 
     model: str | None = None
@@ -77,6 +86,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     steps_in_flight: int = 2
     batch_invariant: bool = True
+    on_mismatch: OnMismatch = "continue"
     logprobs_mode: LogprobsMode = "raw"
     attention_backend: str = "auto"
     linear_backend: str = "auto"
@@ -154,6 +164,7 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtype", ("auto", "float32", "bfloat16", "float16")),
     ("device", ("auto", "cpu")),
     ("load_format", ("auto", "dummy")),
+    ("on_mismatch", ("continue", "refuse")),
     ("logprobs_mode", ("raw", "processed")),
     ("attention_backend", ("auto", "native", "tiled", "plain", "reference")),
     ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),

@@ -42,7 +42,11 @@ Directive = Sleep | Wake | Clear | LoadWeights
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """failure: why it was not done, None = done. changed: whether it had begun to change what it failed at."""
+    """failure: why it was not done, None = done. changed: whether it had begun to change what it failed at.
+
+    weights: the digest of those that were loaded (`Fingerprint.weights`).
+    """
 
     failure: Failure | None = None
     changed: bool = False
+    weights: str = ""

@@ -10,24 +10,12 @@ from typing import Literal
 import msgspec
 
 from perdure.api import errors
+from perdure.api.checkpoint import Checkpoint
+from perdure.api.moment import MomentKind
 from perdure.api.request import RequestId
 from perdure.api.scores import TokenScores
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-MomentKind = Literal[
-    "queued",  # admitted, and waiting; detail: the request's id
-    "scheduled",  # has a slot and pages; num_tokens: known tokens it has to compute before it goes on
-    "chunk",  # so many of these were computed in one step
-    "first_token",  # the first output token is known
-    "paused",  # no page for its next position; it keeps those it has
-    "resumed",  # goes on after a pause
-    "evicted",  # its pages are taken; what was computed will be computed again
-    "dropped",  # the same, because the whole engine's KV was dropped
-    "checkpoint",  # a checkpoint of it was given out; num_tokens: output tokens so far
-    "ended",  # detail: the finish reason; num_tokens: output tokens
-    "refused",  # never admitted; detail: the error's class
-]
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -73,12 +61,13 @@ class Record(msgspec.Struct, frozen=True):
     stop: StopMatch | None
     scores: TokenScores | None
     prompt_scores: TokenScores | None
+    exact: bool
     num_cached_tokens: int
     num_pauses: int
     num_evictions: int
-    failure: Failure | None
+    num_checkpoints: int
     weight_epochs: list[tuple[int, int]]
-    exact: bool
+    failure: Failure | None
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -122,6 +111,14 @@ class Ended(msgspec.Struct, frozen=True):
     record: Record
 
 
+class Taken(msgspec.Struct, frozen=True):
+    """A checkpoint. request_ticket: of the request it was taken of, which may have ended with it: `Ended` follows."""
+
+    ticket: int
+    request_ticket: int
+    checkpoint: Checkpoint
+
+
 class Done(msgspec.Struct, frozen=True):
     """The answer to a control command."""
 
@@ -130,4 +127,4 @@ class Done(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-Event = Refused | Progress | Moment | Ended | Done
+Event = Refused | Progress | Moment | Ended | Taken | Done

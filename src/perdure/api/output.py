@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from perdure.api.event import FinishReason, MomentKind
+from perdure.api.event import FinishReason
+from perdure.api.moment import MomentKind, RequestEvent
 from perdure.api.request import RequestId
 from perdure.api.scores import TokenScores
 
@@ -34,14 +35,6 @@ class CompletionOutput(msgspec.Struct, frozen=True):
         return None if self.logprobs is None else float(sum(self.logprobs.chosen))
 
 
-class RequestEvent(msgspec.Struct, frozen=True):
-    """Something that happened to a request (`MomentKind` says what, and what `num_tokens` counts), and when."""
-
-    kind: MomentKind
-    time: float
-    num_tokens: int = 0
-
-
 class RequestMetrics(msgspec.Struct, frozen=True):
     """When and how a request went its way, in seconds on one monotonic clock.
 
@@ -52,6 +45,7 @@ class RequestMetrics(msgspec.Struct, frozen=True):
     events: tuple[RequestEvent, ...]
     num_pauses: int = 0
     num_evictions: int = 0
+    num_checkpoints: int = 0
 
     def _first(self, kind: MomentKind) -> float | None:
         return next((event.time for event in self.events if event.kind == kind), None)
@@ -80,7 +74,8 @@ class RequestOutput(msgspec.Struct, frozen=True):
     """One request's result, or one streamed part of it (`finished` False).
 
     prompt and prompt_token_ids are None unless asked by `return_prompt`. error: what ended it, with reason "error".
-    exact: nothing on the way weakened the promise that this equals the undisturbed run.
+    exact: nothing on the way weakened the promise that this equals the undisturbed run; False after a checkpoint
+    crossed to an engine of another fingerprint and, without batch invariance, after a hit, an eviction or a move.
     """
 
     request_id: RequestId

@@ -39,6 +39,18 @@ class RowInit(msgspec.Struct, frozen=True, array_like=True):
 NO_LOGPROBS = -2
 
 
+class DeviceRow(msgspec.Struct, frozen=True, array_like=True):
+    """What a device row must hold when no step is in flight: the core's own account of it, for comparing.
+
+    position: the next to compute. last_token: the token that stands there, if it was sampled here. pages: its table.
+    """
+
+    settings: RowInit
+    position: int
+    last_token: int | None
+    pages: list[int]
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step. Row i computes positions start[i] .. start[i] + length[i] - 1 of the request in slot[i].
 

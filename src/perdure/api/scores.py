@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias, overload
 
 import msgspec
+
+from perdure.api.errors import InvalidValue
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -22,6 +25,27 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 Packed: TypeAlias = "array[Any] | memoryview[Any]"
+
+
+class PackedScores(msgspec.Struct, frozen=True, array_like=True):
+    """`TokenScores` as plain bytes, without what its tokens tell: float32 and int32, little-endian, one a token and one
+    a best pair."""
+
+    chosen: bytes
+    rank: bytes
+    num_top: bytes
+    top_ids: bytes
+    top_scores: bytes
+
+    def __post_init__(self) -> None:
+        num_pairs = sum(array("i", self.num_top)) if len(self.num_top) % 4 == 0 else -1
+        fits = len(self.chosen) == len(self.rank) == len(self.num_top)
+        if not (fits and len(self.top_ids) == len(self.top_scores) == 4 * num_pairs):
+            raise InvalidValue("packed scores: the columns are not of one length")
+
+    @property
+    def num_scored(self) -> int:
+        return len(self.chosen) // 4
 
 
 class TokenScores(Sequence["dict[int, Logprob] | None"]):
@@ -76,6 +100,21 @@ class TokenScores(Sequence["dict[int, Logprob] | None"]):
         twin = TokenScores(self.leading_none)
         twin.extend(self)
         return twin
+
+    def pack(self) -> PackedScores:
+        """A copy as a plain value."""
+        columns = (self.chosen, self.rank, self.num_top, self.top_ids, self.top_scores)
+        return PackedScores(*(column.tobytes() for column in columns))
+
+    @staticmethod
+    def unpack(packed: PackedScores, token_ids: Sequence[int], leading_none: bool = False) -> TokenScores:
+        """token_ids: the scored tokens, as many as were packed."""
+        found = TokenScores(leading_none)
+        found.token_ids.extend(token_ids)
+        for name in packed.__struct_fields__:
+            getattr(found, name).frombytes(getattr(packed, name))
+        found.top_first.extend(accumulate(found.num_top[:-1], initial=0) if found.num_top else ())
+        return found
 
     def extend(self, other: TokenScores) -> None:
         shift = len(self.top_ids)

@@ -19,22 +19,28 @@ _MASK64 = 2**64 - 1
 def admit(request: Request, arrival: int, config: CoreConfig, make_cursor: CursorFactory) -> RequestState:
     """The new request, waiting. Raises `InvalidValue` or `MaxSequenceLengthOverflow`."""
     params = request.params
-    _check_ids("prompt_token_ids", request.prompt_token_ids, config.vocab_size)
-    _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
+    stops = stop_rule(request, _output_budget(request, config), config, make_cursor)
+    seed = params.seed if params.seed is not None else derived_seed(config.seed, config.replica, arrival)
+    return RequestState(request, arrival, seed, params.logprobs_mode or config.logprobs_mode, stops)
+
+
+def stop_rule(request: Request, max_output: int, config: CoreConfig, make_cursor: CursorFactory) -> StopRule:
+    """What will end the request, once every id it names is known to be one of this model."""
+    params = request.params
+    check_ids("prompt_token_ids", request.prompt_token_ids, config.vocab_size)
+    check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
     for sequence in params.stop_token_sequences:
-        _check_ids("stop_token_sequences", sequence, config.vocab_size)
-    max_output = _output_budget(request, config)
+        check_ids("stop_token_sequences", sequence, config.vocab_size)
     stops = StopRule(request, config.end_token_ids, max_output, make_cursor)
     if len(stops.masked_ids) >= config.vocab_size:
         raise InvalidValue(
             f"min_tokens={params.min_tokens}: all {config.vocab_size} ids of this model would end the request, "
             "so none could be sampled"
         )
-    seed = params.seed if params.seed is not None else derived_seed(config.seed, config.replica, arrival)
-    return RequestState(request, arrival, seed, stops)
+    return stops
 
 
-def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         at, token = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise InvalidValue(f"{field}[{at}]={token} is not a token id of this model: 0 to {vocab_size - 1}")

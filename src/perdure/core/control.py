@@ -47,8 +47,8 @@ class Requests(Protocol):
         """Every request computes anew what it has computed, and nothing is cached."""
         ...
 
-    def take_weights(self, epoch: int, cache: cmd.CachePolicy, in_flight: cmd.InFlightPolicy) -> None:
-        """Other weights compute from now on."""
+    def take_weights(self, epoch: int, digest: str, cache: cmd.CachePolicy, in_flight: cmd.InFlightPolicy) -> None:
+        """Other weights compute from now on. digest: it tells them apart (`api.fingerprint`)."""
         ...
 
     def begin_anew(self) -> None:
@@ -77,6 +77,11 @@ class Control:
     @property
     def may_plan(self) -> bool:
         return self.state is EngineState.RUNNING and (not self._orders or self._barrier is not None)
+
+    @property
+    def unanswered(self) -> list[int]:
+        """Tickets of orders and stops that wait."""
+        return [*self._unanswered, *(order.ticket for order, _ in self._orders)]
 
     def may_admit(self, arrival: int) -> bool:
         return self._barrier is None or arrival < self._barrier
@@ -168,7 +173,7 @@ class Control:
             case LoadWeights():
                 assert isinstance(order, cmd.UpdateWeights)
                 self.epoch = self._epoch_of(order)
-                requests.take_weights(self.epoch, order.cache, order.in_flight)
+                requests.take_weights(self.epoch, outcome.weights, order.cache, order.in_flight)
                 self._residency.weights_loaded = True
                 self._return()
         return [Done(order.ticket)]

@@ -46,26 +46,9 @@ class PlanDraft:
         plan.table_page.extend(pages)
         state.pages.extend(pages)
 
-    def init_row(self, state: RequestState, vocab_size: int, logprobs_mode: str) -> None:
+    def init_row(self, state: RequestState, vocab_size: int) -> None:
         """Give the device row this request's settings."""
-        params = state.request.params
-        self._plan.row_inits.append(
-            RowInit(
-                slot=state.slot,
-                request=state.arrival,
-                prompt_length=state.prompt_length,
-                temperature=float(params.temperature),
-                top_k=params.top_k if 0 < params.top_k < vocab_size else 0,
-                top_p=float(params.top_p),
-                min_p=float(params.min_p),
-                seed=state.seed,
-                min_tokens=state.stops.min_tokens,
-                masked_ids=state.stops.masked_ids,
-                num_logprobs=_num_logprobs(params.logprobs, vocab_size),
-                num_prompt_logprobs=_num_logprobs(params.prompt_logprobs, vocab_size),
-                processed_logprobs=(params.logprobs_mode or logprobs_mode) == "processed",
-            )
-        )
+        self._plan.row_inits.append(row_settings(state, vocab_size))
 
     def decode(self, state: RequestState) -> None:
         """One position, where the device row stands."""
@@ -110,6 +93,26 @@ class PlanDraft:
         plan.target_start.append(first if count else 0)
         plan.num_targets.append(count)
         plan.targets.extend(state.tokens[first : first + count])
+
+
+def row_settings(state: RequestState, vocab_size: int) -> RowInit:
+    """What the device row of a resident request is told of it."""
+    params = state.request.params
+    return RowInit(
+        slot=state.slot,
+        request=state.arrival,
+        prompt_length=state.prompt_length,
+        temperature=float(params.temperature),
+        top_k=params.top_k if 0 < params.top_k < vocab_size else 0,
+        top_p=float(params.top_p),
+        min_p=float(params.min_p),
+        seed=state.seed,
+        min_tokens=state.stops.min_tokens,
+        masked_ids=state.stops.masked_ids,
+        num_logprobs=_num_logprobs(params.logprobs, vocab_size),
+        num_prompt_logprobs=_num_logprobs(params.prompt_logprobs, vocab_size),
+        processed_logprobs=state.logprobs_mode == "processed",
+    )
 
 
 def _num_logprobs(asked: int | None, vocab_size: int) -> int:

@@ -76,6 +76,9 @@ class PagePool:
             del self._idle[page]
             self._free.append(page)
 
+    def is_published(self, page: int) -> bool:
+        return bool(self._published[page])
+
     def num_idle(self, pages: Sequence[int]) -> int:
         """How many of these nobody holds: sharing them takes that many from `num_free`."""
         return sum(self._holders[page] == 0 for page in pages)

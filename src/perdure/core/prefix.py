@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class PrefixIndex:
@@ -70,6 +70,12 @@ class PrefixIndex:
     def forget(self, page: int) -> None:
         """The page is about to be handed out again."""
         del self._page_of[self._key_of.pop(page)], self._weights_of[page]
+
+    def check(self, is_published: Callable[[int], bool]) -> None:
+        """Every node names a page that the pool knows as published, and no page is named twice."""
+        assert len(self._key_of) == len(self._page_of)
+        for page, key in self._key_of.items():
+            assert self._page_of[key][0] == page and is_published(page), f"page {page} is named by a wrong node"
 
     def clear(self) -> list[int]:
         """Forget every node; returns the pages that were named."""

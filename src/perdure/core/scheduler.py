@@ -13,19 +13,23 @@ from __future__ import annotations
 
 from bisect import insort
 
+from msgspec.structs import replace
+
 from perdure.api import command as cmd
 from perdure.api import event as ev
+from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import CoreConfig
 from perdure.api.directive import Directive, Outcome
 from perdure.api.errors import InvalidValue, PerdureError, QueueFull, StateError, StepFailed
-from perdure.api.event import Event, Failure, FinishReason, MomentKind, StopMatch
+from perdure.api.event import Event, Failure, FinishReason, StopMatch
+from perdure.api.moment import MomentKind
 from perdure.api.output import Stats
-from perdure.api.plan import StepOutput, StepPlan
+from perdure.api.plan import DeviceRow, StepOutput, StepPlan
 from perdure.api.request import Request, RequestId
-from perdure.core import budget, preempt
+from perdure.core import budget, checkpoint, preempt
 from perdure.core.admission import admit
 from perdure.core.control import Control
-from perdure.core.draft import PlanDraft
+from perdure.core.draft import PlanDraft, row_settings
 from perdure.core.lifecycle import EngineState, Status
 from perdure.core.pages import PagePool
 from perdure.core.prefix import PrefixIndex
@@ -54,6 +58,8 @@ class Scheduler:
 
     def __init__(self, config: CoreConfig, make_cursor: CursorFactory) -> None:
         self.config = config
+        self.fingerprint = config.fingerprint
+        """What the bits of results depend on, with the weights of now."""
         self._make_cursor = make_cursor
         self._control = Control()
         self._prefix = PrefixIndex(config.page_size)
@@ -73,10 +79,12 @@ class Scheduler:
     def apply(self, command: cmd.Command) -> list[Event]:
         """Carry out one command; returns what is to be told."""
         match command:
-            case cmd.Submit(request):
-                self._submit(request)
+            case cmd.Submit(request, given):
+                self._submit(request, given)
             case cmd.Abort(request_ids, tickets, everything):
                 self._abort(request_ids, tickets, everything)
+            case cmd.TakeCheckpoint():
+                self._take_checkpoint(command)
             case cmd.ResetPrefixCache(ticket):
                 self._clear_cache()
                 self._events.append(ev.Done(ticket))
@@ -91,10 +99,14 @@ class Scheduler:
                     self._abort([], [], everything=True)
         return self._told()
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request, given: Checkpoint | None) -> None:
+        arrival = self._counters.num_requests
         try:
             self._check_may_submit(request)
-            state = admit(request, self._counters.num_requests, self.config, self._make_cursor)
+            if given is None:
+                state = admit(request, arrival, self.config, self._make_cursor)
+            else:
+                state = checkpoint.readmit(request, given, arrival, self.fingerprint, self.config, self._make_cursor)
         except PerdureError as error:
             self._events.append(ev.Refused(request.ticket, request.request_id, Failure.of(error)))
             return
@@ -105,6 +117,8 @@ class Scheduler:
         self._note(state, "queued", detail=request.request_id)
         if state.stops.max_output == 0 and not state.num_prompt_scores_missing:
             self._end(state, Status.FINISHED, "length")
+        elif request.stream:
+            self._report_past(state)
 
     def _check_may_submit(self, request: Request) -> None:
         if refusal := self._control.refusal:
@@ -125,6 +139,27 @@ class Scheduler:
         for state in chosen:
             if not state.is_final:
                 self._end(state, Status.ABORTED, "abort")
+
+    def _take_checkpoint(self, asked: cmd.TakeCheckpoint) -> None:
+        if asked.request_id is not None:
+            state = self._live.get(asked.request_id)
+        else:
+            state = next((s for s in self._live.values() if s.request.ticket == asked.request_ticket), None)
+        if state is None:
+            name = "the request" if asked.request_id is None else f"request_id={asked.request_id!r}"
+            failure = Failure.of(InvalidValue(f"{name} is not live: it has ended, or never began"))
+            self._events.append(ev.Done(asked.ticket, failure=failure))
+            return
+        try:
+            taken = checkpoint.take(state, self.fingerprint)
+        except Exception as error:  # want of memory, say: taking only reads, so the request is as it was
+            failure = Failure(StateError.__name__, f"no checkpoint could be made: {type(error).__name__}: {error}")
+            self._events.append(ev.Done(asked.ticket, failure=failure))
+            return
+        self._note(state, "checkpoint", state.num_output)
+        self._events.append(ev.Taken(asked.ticket, state.request.ticket, taken))
+        if asked.end:
+            self._end(state, Status.ABORTED, "abort")
 
     # Planning
 
@@ -240,14 +275,16 @@ class Scheduler:
         state.nodes = nodes if self.config.enable_prefix_caching and is_current else None
         state.num_planned = state.num_computed = len(pages) * self.config.page_size
         state.prefill_end = end
-        draft.init_row(state, self.config.vocab_size, self.config.logprobs_mode)
+        draft.init_row(state, self.config.vocab_size)
         draft.share(state, pages)
         draft.grow(state, needed)
         state.num_residencies += 1
-        if state.num_residencies == 1:
+        if state.num_residencies == 1 and not state.num_output:
             state.num_cached = state.num_computed
             self._counters.num_cached_tokens += state.num_computed
             self._counters.num_prompt_tokens += state.prompt_length
+        if not self.config.batch_invariant and (pages or state.has_begun):
+            state.exact = False  # other forms go on with other bits than an undisturbed run
         self._note(state, "scheduled", end - state.num_planned)
         self._prefill(state, draft)
         return True
@@ -310,11 +347,14 @@ class Scheduler:
             return
         if first == state.prompt_length:
             self._note(state, "first_token")
-        stop = state.stops.first_stop(state.tokens, first)
+        self._cut(state, state.prompt_length + state.stops.max_output)  # before a stop that lies beyond it can count
+        try:
+            stop = state.stops.first_stop(state.tokens, first)
+        except StepFailed as error:
+            self._end(state, Status.FAILED, "error", failure=Failure.of(error))
+            return
         if stop is not None:
             self._cut(state, state.prompt_length + stop.num_tokens)
-        elif state.num_output >= state.stops.max_output:
-            self._cut(state, state.prompt_length + state.stops.max_output)
         self._counters.num_generated_tokens += len(state.tokens) - first
         if stop is not None:
             self._end(state, Status.FINISHED, "stop", stop)
@@ -331,10 +371,19 @@ class Scheduler:
                 state.scores = state.scores.cut(0, state.num_output)
 
     def _report(self, state: RequestState, first: int) -> None:
-        begin = first - state.prompt_length
-        scores = None if state.scores is None else state.scores.cut(begin, state.num_output)
-        epoch = self._control.epoch
-        self._events.append(ev.Progress(state.request.ticket, begin, state.tokens[first:], scores, epoch))
+        self._tell(state, first - state.prompt_length, state.num_output, self._control.epoch)
+
+    def _report_past(self, state: RequestState) -> None:
+        """What a request that goes on from a checkpoint has already: a part for each span of weights."""
+        ends = [*(first for first, _ in state.epochs[1:]), state.num_output]
+        for (first, epoch), end in zip(state.epochs, ends, strict=False):
+            self._tell(state, first, end, epoch)
+
+    def _tell(self, state: RequestState, first: int, end: int, epoch: int) -> None:
+        """Output tokens first to end - 1, with their scores."""
+        scores = None if state.scores is None else state.scores.cut(first, end)
+        token_ids = state.tokens[state.prompt_length + first : state.prompt_length + end]
+        self._events.append(ev.Progress(state.request.ticket, first, token_ids, scores, epoch))
 
     def _publish(self, state: RequestState) -> None:
         """Offer full, committed pages to later prompts."""
@@ -424,7 +473,8 @@ class Scheduler:
         self._replay_residents()
         self._clear_cache()
 
-    def take_weights(self, epoch: int, cache: cmd.CachePolicy, in_flight: cmd.InFlightPolicy) -> None:
+    def take_weights(self, epoch: int, digest: str, cache: cmd.CachePolicy, in_flight: cmd.InFlightPolicy) -> None:
+        self.fingerprint = replace(self.fingerprint, weights=digest)
         if in_flight == "recompute":
             self._replay_residents()
         if cache == "invalidate":
@@ -479,8 +529,43 @@ class Scheduler:
             num_generated_tokens=counters.num_generated_tokens,
         )
 
+    def device_rows(self) -> list[DeviceRow]:
+        """What the device must hold of every resident request, when no step is in flight."""
+        assert not self.steps_in_flight
+        rows = []
+        for state in self._residents:
+            decodes = state.num_computed >= state.prefill_end
+            last_token = state.tokens[state.num_computed] if decodes else None
+            settings = row_settings(state, self.config.vocab_size)
+            rows.append(DeviceRow(settings, state.num_computed, last_token, list(state.pages)))
+        return rows
+
+    @property
+    def live_tickets(self) -> list[int]:
+        """Whoever submitted these waits for an end."""
+        return [state.request.ticket for state in self._live.values()]
+
+    @property
+    def unanswered(self) -> list[int]:
+        """Control commands that will be answered later."""
+        return self._control.unanswered
+
+    def check_idle(self) -> None:
+        """With nobody live and nothing in flight nothing is held. Costs nothing; raises AssertionError."""
+        if self._live or self.steps_in_flight:
+            return
+        lost = self._pool.num_pages - self._pool.num_free
+        assert not lost, f"{lost} of {self._pool.num_pages} pages are held by nobody"
+        assert self._slots.num_free == self._slots.num_slots, "a device row is held by nobody"
+        kept = len(self._states) + len(self._residents) + len(self._waiting)
+        assert not kept, f"{kept} entries are kept of requests that have ended"
+
     def check(self) -> None:
         """Everything is accounted for; for debugging and tests. Raises AssertionError."""
+        self.check_idle()
+        self._prefix.check(self._pool.is_published)
+        for state in self._live.values():
+            state.check()
         self._pool.check([state.pages for state in self._residents])
         assert [s.order for s in self._residents] == sorted(s.order for s in self._residents)
         self._waiting.check()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from perdure.api.event import Failure, FinishReason, Record, StopMatch
 from perdure.api.request import Request
+from perdure.api.sampling import LogprobsMode
 from perdure.api.scores import TokenScores
 from perdure.core.lifecycle import FINAL, REQUEST_MOVES, Status, moved
 from perdure.core.stopping import StopRule
@@ -25,8 +26,10 @@ class RequestState:
         "epochs",
         "exact",
         "in_flight",
+        "logprobs_mode",
         "nodes",
         "num_cached",
+        "num_checkpoints",
         "num_computed",
         "num_evictions",
         "num_pauses",
@@ -48,12 +51,13 @@ class RequestState:
         "tried_at",
     )
 
-    def __init__(self, request: Request, arrival: int, seed: int, stops: StopRule) -> None:
+    def __init__(self, request: Request, arrival: int, seed: int, logprobs_mode: LogprobsMode, stops: StopRule) -> None:
         params = request.params
         self.request = request
         self.arrival = arrival
         self.order = (params.priority, arrival)
         self.seed = seed
+        self.logprobs_mode = logprobs_mode
         self.stops = stops
         self.status = Status.WAITING
         self.tokens = list(request.prompt_token_ids)
@@ -63,11 +67,14 @@ class RequestState:
         self.num_cached = 0
         self.num_pauses = 0
         self.num_evictions = 0
+        self.num_checkpoints = 0
+        """How many checkpoints it has gone on from."""
         self.num_residencies = 0
         self.epochs: list[tuple[int, int]] = []
         """Where other weights took over: (first output index, epoch)."""
         self.exact = True
-        """Whether nothing weakened the promise: False with KV of several weights."""
+        """Nothing weakened the promise that its bits are those of the undisturbed run: no KV of several weights, no way
+        between unequal fingerprints."""
         self.paused_at = 0
         """The latest pause, counted over all requests."""
         self.replay: int | None = None
@@ -122,11 +129,27 @@ class RequestState:
             self.prompt_scores = TokenScores(leading_none=True)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether anything of it is recorded: a token or a score."""
+        return self.num_output > 0 or (self.prompt_scores is not None and self.prompt_scores.num_scored > 0)
+
+    @property
     def num_prompt_scores_missing(self) -> int:
         """Prompt tokens whose score was asked and is not recorded yet."""
         if self.prompt_scores is None:
             return 0
         return self.stops.prompt_length - 1 - self.prompt_scores.num_scored
+
+    def check(self) -> None:
+        """What belongs to a position is there for each, and for none twice. Raises AssertionError."""
+        known = len(self.tokens)
+        assert 0 <= self.num_computed <= self.num_planned <= max(known + self.in_flight, self.num_computed)
+        assert self.prompt_length <= known and self.num_output <= self.stops.max_output
+        if self.scores is not None:
+            assert self.scores.num_scored == self.num_output
+        if self.prompt_scores is not None:
+            num_scored = self.prompt_scores.num_scored
+            assert num_scored <= self.prompt_length - 1 and not (self.num_output and self.num_prompt_scores_missing)
 
     def record(self, reason: FinishReason, stop: StopMatch | None, failure: Failure | None) -> Record:
         """The one place where a result is built from a request; everything in it is a copy."""
@@ -140,10 +163,11 @@ class RequestState:
             stop=stop,
             scores=None if self.scores is None else self.scores.copy(),
             prompt_scores=None if self.prompt_scores is None else self.prompt_scores.copy(),
+            exact=self.exact,
             num_cached_tokens=self.num_cached,
             num_pauses=self.num_pauses,
             num_evictions=self.num_evictions,
-            failure=failure,
+            num_checkpoints=self.num_checkpoints,
             weight_epochs=list(self.epochs),
-            exact=self.exact,
+            failure=failure,
         )

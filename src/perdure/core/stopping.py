@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from perdure.api.errors import StepFailed
 from perdure.api.event import StopMatch
 from perdure.api.request import Request
 
@@ -40,7 +41,10 @@ class StopStrings:
         """Of the matches completed by this token the one that ends first, and of those the longest."""
         old = len(self._text)
         self._begins.append(old)
-        self._text += self._cursor.push([token])
+        try:
+            self._text += self._cursor.push([token])
+        except Exception as error:  # the tokenizer is not ours: its fault ends this request only
+            raise StepFailed(f"no text could be made of token {token}: {type(error).__name__}: {error}") from error
         if not counts:
             return None
         best: tuple[int, int, str] | None = None
@@ -75,6 +79,12 @@ class StopRule:
     def masked_ids(self) -> tuple[int, ...]:
         """Ids that cannot be sampled before min_tokens."""
         return tuple(self.reasons) if self.min_tokens else ()
+
+    def pass_over(self, output: Sequence[int]) -> None:
+        """These first output tokens were tested elsewhere: text goes on after them."""
+        if self.strings is not None:
+            for token in output:
+                self.strings.push(token, counts=False)
 
     def first_stop(self, tokens: list[int], first: int) -> StopMatch | None:
         """The earliest stop completed by one of tokens[first:]. Called once for every new token, in order."""

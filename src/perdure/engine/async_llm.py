@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import weakref
 from collections.abc import AsyncIterator, Generator, Sequence
 from concurrent.futures import Future
@@ -13,6 +12,7 @@ from typing import Any, Self
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
+from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import EngineConfig
 from perdure.api.errors import InvalidValue, PerdureError
 from perdure.api.event import Event
@@ -23,7 +23,7 @@ from perdure.engine.chat_template import Messages, Tools
 from perdure.engine.conversation import laid_out
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals
-from perdure.engine.prompts import Prompt, checked_id, token_ids_of
+from perdure.engine.prompts import Prompt, name_for, params_for, submission
 from perdure.engine.text import StreamBuilder, build_output
 from perdure.engine.tokenizer import Tokenizer
 from perdure.models.weight_set import Source
@@ -37,14 +37,14 @@ class Handle:
     early ends nothing: `abort` does.
     """
 
-    def __init__(self, engine: Engine, request: Request) -> None:
+    def __init__(self, engine: Engine, submission: cmd.Submit) -> None:
         self._engine = engine
-        self._request = request
+        self._request = request = submission.request
         self._loop = asyncio.get_running_loop()
         self._result: asyncio.Future[RequestOutput] = self._loop.create_future()
         self._result.add_done_callback(_seen)
         self._parts: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
-        self._receiver = Arrivals(request, self._hand_over)
+        self._receiver = Arrivals(submission, self._hand_over)
         self._builder = (
             StreamBuilder(request, engine.tokenizer, request.params.output_kind == "cumulative")
             if request.stream
@@ -63,6 +63,10 @@ class Handle:
         """End it with what it has; the handle then gives the partial result. Nothing happens if it has ended."""
         self._engine.send(cmd.Abort(tickets=[self._request.ticket]))
 
+    async def checkpoint(self, end: bool = False) -> Checkpoint:
+        """It as a plain value; it lives on, or ends with what it has. Raises `InvalidValue` if it has ended."""
+        return await _checkpoint(self._engine.checkpoint(None, end, self._request.ticket))
+
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         return asyncio.shield(self._result).__await__()
 
@@ -80,6 +84,17 @@ class Handle:
 
     def take(self, event: Event | PerdureError) -> None:
         """What became of the request, on the caller's loop."""
+        if self._result.done():
+            return
+        try:
+            self._take(event)
+        except Exception as error:  # a part could not be made: whoever waits hears of it, and nothing more is computed
+            self._result.set_exception(error)
+            self._parts.put_nowait(None)
+            with contextlib.suppress(PerdureError):
+                self.abort()
+
+    def _take(self, event: Event | PerdureError) -> None:
         match event:
             case ev.Progress(_, _, token_ids, scores, epoch):
                 assert self._builder is not None
@@ -109,23 +124,23 @@ class AsyncLLM:
 
     def __init__(self, model: str | None = None, **config: Any) -> None:
         self._engine = Engine(EngineConfig.of(model=None if model is None else str(model), **config))
-        self._names = itertools.count()
         self._finalizer = weakref.finalize(self, self._engine.close)
 
     def submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: RequestId | None = None
     ) -> Handle:
         """Submit one request, streaming unless `output_kind` is "final". Returns at once; a refusal is raised by the
-        handle."""
-        params = SamplingParams() if sampling_params is None else sampling_params
-        name = self._name(request_id)
+        handle. A `Checkpoint` stands where a prompt does, and what it has already is its first part."""
+        engine = self._engine
+        (params,) = params_for([prompt], sampling_params)
+        name = name_for(prompt, request_id, engine.name)
+        stream = params.output_kind != "final"
         try:
-            token_ids, text = token_ids_of(prompt, self._engine.tokenizer)
+            wanted = submission(prompt, params, name, engine.ticket(), engine.tokenizer, stream)
         except InvalidValue as error:
             return self._refused(name, params, error)
-        request = Request(name, self._engine.ticket(), token_ids, params, text, stream=params.output_kind != "final")
-        handle = Handle(self._engine, request)
-        self._engine.submit([(request, handle.receiver)])
+        handle = Handle(engine, wanted)
+        engine.submit([(wanted, handle.receiver)])
         return handle
 
     def chat(
@@ -141,16 +156,13 @@ class AsyncLLM:
         try:
             prompt = laid_out(self._engine.tokenizer, messages, add_generation_prompt, tools)
         except InvalidValue as error:
-            params = SamplingParams() if sampling_params is None else sampling_params
-            return self._refused(self._name(request_id), params, error)
+            (params,) = params_for([""], sampling_params)
+            return self._refused(name_for("", request_id, self._engine.name), params, error)
         return self.submit(prompt, sampling_params, request_id=request_id)
-
-    def _name(self, given: RequestId | None) -> RequestId:
-        return f"request-{next(self._names)}" if given is None else checked_id(given)
 
     def _refused(self, name: RequestId, params: SamplingParams, error: PerdureError) -> Handle:
         """The handle of a request that is wrong in itself."""
-        handle = Handle(self._engine, Request(name, self._engine.ticket(), [], params))
+        handle = Handle(self._engine, cmd.Submit(Request(name, self._engine.ticket(), [], params)))
         handle.take(error)
         return handle
 
@@ -168,6 +180,10 @@ class AsyncLLM:
     async def abort(self, request_ids: RequestId | list[RequestId] | None = None) -> None:
         """End live requests with what they have; None = all."""
         self._engine.abort(request_ids)
+
+    async def checkpoint(self, request_id: RequestId, end: bool = False) -> Checkpoint:
+        """A live request as a plain value; it lives on, or ends with what it has."""
+        return await _checkpoint(self._engine.checkpoint(request_id, end))
 
     async def pause(self, mode: cmd.PauseMode = "keep") -> None:
         """Returns when no token will come before `resume`."""
@@ -228,6 +244,12 @@ class AsyncLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.shutdown)
+
+
+async def _checkpoint(future: Future[object]) -> Checkpoint:
+    found = await _wrapped(future)
+    assert isinstance(found, Checkpoint)
+    return found
 
 
 async def _wrapped(future: Future[object]) -> object:

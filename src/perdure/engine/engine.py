@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, get_args
+
+from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
@@ -25,9 +28,10 @@ from perdure.api.request import Request, RequestId
 from perdure.core.journal import Journal
 from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import TextCursor
+from perdure.engine.handle import Arrivals
 from perdure.engine.loop import Inbox, Loop
 from perdure.engine.progress import Reporter
-from perdure.engine.prompts import ids_to_abort
+from perdure.engine.prompts import checked_id, ids_to_abort
 from perdure.engine.resolve import Resolved, resolve
 from perdure.engine.text import Detokenizer
 from perdure.models.weight_set import Source
@@ -45,6 +49,10 @@ class Receiver(Protocol):
         """No event will come any more."""
 
 
+Question = cmd.TakeCheckpoint | cmd.Order | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop
+"""Commands that have an answer."""
+
+
 class Reply:
     """Receiver of one control command's answer."""
 
@@ -54,11 +62,15 @@ class Reply:
         self.future.set_running_or_notify_cancel()
 
     def deliver(self, event: Event, time: float) -> None:
-        assert isinstance(event, ev.Done)
-        if event.failure is not None:
-            self.future.set_exception(event.failure.to_exception())
-        else:
-            self.future.set_result(event.value)
+        match event:
+            case ev.Taken(_, _, checkpoint):
+                self.future.set_result(checkpoint)
+            case ev.Done(_, _, failure) if failure is not None:
+                self.future.set_exception(failure.to_exception())
+            case ev.Done(_, value):
+                self.future.set_result(value)
+            case _:
+                raise AssertionError(event)
 
     def fail(self, error: PerdureError) -> None:
         self.future.set_exception(error)
@@ -80,6 +92,8 @@ class Engine:
             )
         journal = _open_journal(config, self.resolved)
         self._tickets = itertools.count(1)
+        self._names = itertools.count()
+        self._tag = secrets.token_hex(4)
         self._receivers: dict[int, Receiver] = {}
         self._lock = threading.Lock()
         self._dead: EngineDead | None = None
@@ -93,6 +107,7 @@ class Engine:
             steps_in_flight=config.steps_in_flight,
             journal=journal,
             check=config.check_integrity,
+            audit=self._audit,
         )
         self._thread = threading.Thread(target=self._run, name="perdure-loop", daemon=True)
         self._threads = (self._thread, device.thread)
@@ -109,9 +124,13 @@ class Engine:
     def ticket(self) -> int:
         return next(self._tickets)
 
-    def submit(self, requests: list[tuple[Request, Receiver]]) -> None:
+    def name(self) -> str:
+        """An id for a request without one; other engines give others, for a checkpoint may bring one of theirs."""
+        return f"request-{self._tag}-{next(self._names)}"
+
+    def submit(self, submissions: list[tuple[cmd.Submit, Receiver]]) -> None:
         """Submit all of these with nothing in between. Raises `EngineDead`."""
-        self._send({r.ticket: receiver for r, receiver in requests}, [cmd.Submit(r) for r, _ in requests])
+        self._send({one.request.ticket: receiver for one, receiver in submissions}, [one for one, _ in submissions])
 
     def send(self, command: cmd.Command) -> None:
         """A command that has no answer."""
@@ -125,6 +144,14 @@ class Engine:
         """End these live requests with what they have; None = all. Raises `InvalidValue` for what can be no id."""
         everything = request_ids is None
         self.send(cmd.Abort([] if request_ids is None else ids_to_abort(request_ids), everything=everything))
+
+    def checkpoint(self, request_id: RequestId | None, end: bool, request_ticket: int | None = None) -> Future[object]:
+        """A checkpoint of a live request, by its id or else by its ticket."""
+        if request_ticket is None:
+            checked_id(request_id)
+        if not isinstance(end, bool):
+            raise InvalidValue(f"end={end!r} is not a bool")
+        return self._ask(cmd.TakeCheckpoint(self.ticket(), request_id, request_ticket, end))
 
     def pause(self, mode: cmd.PauseMode) -> Future[object]:
         _check_choice("mode", mode, cmd.PauseMode)
@@ -165,7 +192,7 @@ class Engine:
         answer.add_done_callback(lambda _: staged.pop(order.ticket, None))  # of an order that was refused
         return answer
 
-    def _ask(self, command: cmd.Order | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop) -> Future[object]:
+    def _ask(self, command: Question) -> Future[object]:
         reply = Reply()
         self._send({command.ticket: reply}, [command])
         return reply.future
@@ -175,7 +202,7 @@ class Engine:
             if self._dead is not None:
                 raise EngineDead(str(self._dead))
             self._receivers.update(receivers)
-        self._inbox.put(*commands)
+            self._inbox.put(*commands)
 
     def close(self) -> None:
         """End every request with what it has, and the threads, and give memory back. Harmless when done twice.
@@ -210,12 +237,36 @@ class Engine:
         self.resolved.runner.release()
         del self._loop
 
+    def _audit(self) -> None:
+        """Whoever waits waits for something: a live request, a question not answered yet, or what lies in the inbox."""
+        scheduler = self._loop.scheduler
+        with self._lock:
+            waiters = sorted(self._receivers)
+            coming = [ticket for command in self._inbox.waiting for ticket in _tickets_of(command)]
+        expected = sorted({*scheduler.live_tickets, *scheduler.unanswered, *coming})
+        assert waiters == expected, f"tickets {waiters} wait, {expected} will be answered"
+
+    def _timed(self, taken: ev.Taken, time: float) -> ev.Taken:
+        """The core has no clock: a request's times are known here."""
+        receiver = self._receivers[taken.request_ticket]
+        assert isinstance(receiver, Arrivals)
+        return replace(taken, checkpoint=replace(taken.checkpoint, timing=receiver.timing(time)))
+
     def _publish(self, events: list[Event], time: float) -> None:
         for event in events:
+            if isinstance(event, ev.Taken):
+                event = self._timed(event, time)
             last = not isinstance(event, (ev.Progress, ev.Moment))
             receiver = self._receivers.pop(event.ticket) if last else self._receivers[event.ticket]
             with _logging_faults():
                 receiver.deliver(event, time)
+
+
+def _tickets_of(command: cmd.Command) -> list[int]:
+    """Of whoever gets an answer to it."""
+    if isinstance(command, cmd.Submit):
+        return [command.request.ticket]
+    return [] if isinstance(command, cmd.Abort) else [command.ticket]
 
 
 def _check_choice(name: str, value: object, allowed: object) -> None:

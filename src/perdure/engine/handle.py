@@ -5,24 +5,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
+from perdure.api import command as cmd
 from perdure.api import event as ev
+from perdure.api.checkpoint import Timing
 from perdure.api.errors import PerdureError
 from perdure.api.event import Event
-from perdure.api.output import CompletionOutput, RequestEvent, RequestMetrics, RequestOutput
-from perdure.api.request import Request, RequestId
+from perdure.api.moment import RequestEvent
+from perdure.api.output import CompletionOutput, RequestMetrics, RequestOutput
+from perdure.api.request import RequestId
 from perdure.api.sampling import SamplingParams
 from perdure.api.scores import TokenScores
 
 
 class Arrivals:
     """What happened to one request and when, and its last event. on_event is called on the loop's thread with all
-    that is more than a moment on the way."""
+    that is more than a moment on the way.
 
-    def __init__(self, request: Request, on_event: Callable[[Event | PerdureError], None]) -> None:
-        self.request = request
+    A request that goes on from a checkpoint brings its past; the time it lay as one does not count.
+    """
+
+    def __init__(self, submission: cmd.Submit, on_event: Callable[[Event | PerdureError], None]) -> None:
+        self.submission = submission
+        self.request = submission.request
         self._on_event = on_event
-        self._arrival_time = time.monotonic()
-        self._events: list[RequestEvent] = []
+        past = Timing() if submission.checkpoint is None else submission.checkpoint.timing
+        self._arrival_time = time.monotonic() - past.elapsed_s
+        self._events = [replace(event, time=self._arrival_time + event.time) for event in past.events]
 
     def deliver(self, event: Event, time: float) -> None:
         if isinstance(event, ev.Moment):
@@ -35,12 +45,18 @@ class Arrivals:
     def fail(self, error: PerdureError) -> None:
         self._on_event(error)
 
+    def timing(self, now: float) -> Timing:
+        """For a checkpoint that is taken now."""
+        begin = self._arrival_time
+        return Timing(now - begin, tuple(replace(event, time=event.time - begin) for event in self._events))
+
     def metrics(self, record: ev.Record) -> RequestMetrics:
         return RequestMetrics(
             self._arrival_time,
             tuple(self._events),
             num_pauses=record.num_pauses,
             num_evictions=record.num_evictions,
+            num_checkpoints=record.num_checkpoints,
         )
 
 

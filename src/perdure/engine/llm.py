@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import weakref
@@ -14,17 +13,18 @@ from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
+from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import EngineConfig
 from perdure.api.errors import InvalidValue, PerdureError, QueueFull, StateError
 from perdure.api.event import Event
 from perdure.api.output import RequestOutput, Stats
-from perdure.api.request import Request, RequestId
+from perdure.api.request import RequestId
 from perdure.api.sampling import SamplingParams
 from perdure.engine.conversation import laid_out
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals, refused_output
 from perdure.engine.progress import follow
-from perdure.engine.prompts import Prompt, as_batch, checked_id, params_for, token_ids_of
+from perdure.engine.prompts import Prompt, as_batch, name_for, params_for, submission, token_ids_of
 from perdure.engine.text import build_output
 from perdure.engine.tokenizer import Tokenizer
 from perdure.models.weight_set import Source
@@ -42,13 +42,13 @@ class Call:
         self._changed = threading.Condition()
         self._ends: dict[int, Event | PerdureError] = {}
 
-    def receiver(self, request: Request) -> Arrivals:
+    def receiver(self, submission: cmd.Submit) -> Arrivals:
         def ended(event: Event | PerdureError) -> None:
             with self._changed:
-                self._ends[request.ticket] = event
+                self._ends[submission.request.ticket] = event
                 self._changed.notify()
 
-        return Arrivals(request, ended)
+        return Arrivals(submission, ended)
 
     def wait(self, count: int, timeout_s: float | None = None) -> dict[int, Event | PerdureError]:
         """How each request ended, by ticket, once at least `count` have or the time is over."""
@@ -67,7 +67,6 @@ class LLM:
 
     def __init__(self, model: str | None = None, **config: Any) -> None:
         self._engine = Engine(EngineConfig.of(model=None if model is None else str(model), **config))
-        self._names = itertools.count()
         self._finalizer = weakref.finalize(self, self._engine.close)
 
     # Generating
@@ -75,19 +74,22 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
-        request_ids: RequestId | Sequence[RequestId] | None = None,
+        request_ids: RequestId | Sequence[RequestId | None] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Results in the order of the prompts.
+
+        A `Checkpoint` stands where a prompt does: it goes on, with its own settings, and with its own id unless another
+        is given.
 
         One bare prompt that is refused raises its error; in a list it stands as a result with `error` set.
         use_tqdm: show progress on stderr, if that is a terminal.
         """
         batch, bare = as_batch(prompts)
-        ids = self._ids_for(len(batch), request_ids)
-        results = self._run(batch, params_for(len(batch), sampling_params), ids, use_tqdm)
+        ids = self._ids_for(batch, request_ids)
+        results = self._run(batch, params_for(batch, sampling_params), ids, use_tqdm)
         error = results[0].error if bare else None
         if isinstance(error, REFUSALS):
             raise error
@@ -143,6 +145,8 @@ class LLM:
         try:
             head = token_ids_of(prompt, self.tokenizer)[0]
         except InvalidValue:
+            if isinstance(prompt, Checkpoint):
+                raise
             return prompt
         return {"prompt_token_ids": head + tail if head else []}
 
@@ -173,13 +177,13 @@ class LLM:
             for one in batch
         ]
 
-    def _ids_for(self, count: int, given: RequestId | Sequence[RequestId] | None) -> list[RequestId]:
+    def _ids_for(self, prompts: list[Prompt], given: RequestId | Sequence[RequestId | None] | None) -> list[RequestId]:
         if given is None:
-            return [f"request-{next(self._names)}" for _ in range(count)]
+            given = [None] * len(prompts)
         ids = [given] if isinstance(given, (str, int)) else list(given)
-        if len(ids) != count:
-            raise InvalidValue(f"request_ids has {len(ids)} entries for {count} prompts")
-        return [checked_id(one) for one in ids]
+        if len(ids) != len(prompts):
+            raise InvalidValue(f"request_ids has {len(ids)} entries for {len(prompts)} prompts")
+        return [name_for(prompt, one, self._engine.name) for prompt, one in zip(prompts, ids, strict=True)]
 
     def _run(
         self, prompts: list[Prompt], params: list[SamplingParams], ids: list[RequestId], use_tqdm: bool
@@ -188,15 +192,15 @@ class LLM:
         results: dict[int, RequestOutput] = {}
         receivers: dict[int, tuple[int, Arrivals]] = {}
         for at, (prompt, one, request_id) in enumerate(zip(prompts, params, ids, strict=True)):
+            ticket = self._engine.ticket()
             try:
-                token_ids, text = token_ids_of(prompt, self.tokenizer)
+                wanted = submission(prompt, one, request_id, ticket, self.tokenizer, stream=False)
             except InvalidValue as error:
                 results[at] = refused_output(request_id, one, error)
                 continue
-            request = Request(request_id, self._engine.ticket(), token_ids, one, text)
-            receivers[request.ticket] = (at, call.receiver(request))
+            receivers[ticket] = (at, call.receiver(wanted))
         start, reporter = time.monotonic(), self._engine.reporter
-        self._engine.submit([(receiver.request, receiver) for _, receiver in receivers.values()])
+        self._engine.submit([(receiver.submission, receiver) for _, receiver in receivers.values()])
         try:
             follow(
                 lambda timeout_s: len(call.wait(len(receivers), timeout_s)),
@@ -237,6 +241,16 @@ class LLM:
     def abort(self, request_ids: RequestId | Sequence[RequestId] | None = None) -> None:
         """End live requests with what they have, from any thread; None = all. Unknown and finished ids do nothing."""
         self._engine.abort(request_ids)
+
+    def checkpoint(self, request_id: RequestId, end: bool = False) -> Checkpoint:
+        """A live request as a plain value, from any thread; it lives on, or ends with what it has.
+
+        Submitted in place of a prompt, here, in another engine or another process, it goes on to the same result.
+        Raises `InvalidValue` if no live request has this id.
+        """
+        found = self._engine.checkpoint(request_id, end).result()
+        assert isinstance(found, Checkpoint)
+        return found
 
     def pause(self, mode: cmd.PauseMode = "keep") -> None:
         """Returns when no token will come before `resume`. keep: requests stay; wait: they end first; abort: now."""

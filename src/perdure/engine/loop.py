@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -18,6 +19,8 @@ from perdure.core.journal import Journal
 from perdure.core.scheduler import Scheduler
 from perdure.runner.base import Device, Ticket
 
+log = logging.getLogger("perdure")
+
 
 class Inbox:
     """Commands from any thread, in order."""
@@ -25,6 +28,12 @@ class Inbox:
     def __init__(self) -> None:
         self._commands: deque[Command] = deque()
         self._arrived = threading.Condition()
+
+    @property
+    def waiting(self) -> list[Command]:
+        """What was put and not taken yet."""
+        with self._arrived:
+            return list(self._commands)
 
     def put(self, *commands: Command) -> None:
         """All of these with nothing in between."""
@@ -43,7 +52,8 @@ class Inbox:
 
 
 class Loop:
-    """publish(events, time) is called on the loop's thread. check: verify the scheduler's books after every turn.
+    """publish(events, time) is called on the loop's thread. check: verify all books after every turn, the owner's
+    (`audit`) with them; without it they are looked at whenever there is nothing to do, and what is wrong is logged.
 
     clock: the one clock of all that is told; journal entries carry its times too.
     """
@@ -58,6 +68,7 @@ class Loop:
         steps_in_flight: int,
         journal: Journal | None = None,
         check: bool = False,
+        audit: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -67,7 +78,9 @@ class Loop:
         self._publish = publish
         self._journal = journal
         self._check = check
+        self._audit = audit
         self._clock = clock
+        self._has_warned = False
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
 
     @property
@@ -89,6 +102,8 @@ class Loop:
         """Apply what arrived, keep the device busy, commit the oldest step or, between steps, have a directive done.
         block: sleep if there is nothing to do."""
         idle = not (self._in_flight or self.scheduler.can_act or self.scheduler.directive())
+        if idle:
+            self._check_idle()
         self._apply_arrived(block and idle)
         self._launch()
         if self._in_flight:
@@ -108,7 +123,23 @@ class Loop:
         else:
             assert not self.scheduler.can_act, "requests wait, nothing is in flight, and no step can be planned"
         if self._check:
-            self.scheduler.check()
+            self.check()
+
+    def check(self) -> None:
+        """Every page, row, record and waiter is accounted for. Raises AssertionError."""
+        self.scheduler.check()
+        if not self._in_flight:
+            self._device.check(self.scheduler.device_rows())
+        self._audit()
+
+    def _check_idle(self) -> None:
+        """A leak is no reason to stop serving, but whoever runs this should know."""
+        try:
+            self.scheduler.check_idle()
+        except AssertionError as error:
+            if not self._has_warned:
+                log.error("the books are wrong: %s; check_integrity=True finds where it begins", error)
+            self._has_warned = True
 
     def _apply_arrived(self, block: bool) -> None:
         for command in self._inbox.take(block):

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import Any, cast
 
+from perdure.api import command as cmd
+from perdure.api.checkpoint import Checkpoint
 from perdure.api.errors import InvalidValue
-from perdure.api.request import RequestId
+from perdure.api.request import Request, RequestId
 from perdure.api.sampling import MAX_INTEGER, SamplingParams, is_unicode
 from perdure.engine.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Prompt = str | Sequence[int] | Mapping[str, Any] | Checkpoint
 
 _FIELDS = ("prompt", "prompt_token_ids")
 
@@ -24,11 +26,11 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     prompts = _plain(prompts)
     if isinstance(prompts, (bytes, bytearray)):
         raise InvalidValue(f"prompts={prompts!r} is neither a prompt nor a list of prompts")
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, Mapping, Checkpoint)):
         return [prompts], True
     if not isinstance(prompts, Sequence):
         raise InvalidValue(f"prompts={prompts!r} is neither a prompt nor a list of prompts")
-    if len(prompts) and not isinstance(_plain(prompts[0]), (str, Mapping, Sequence)):
+    if len(prompts) and not isinstance(_plain(prompts[0]), (str, Mapping, Sequence, Checkpoint)):
         return [cast(Prompt, prompts)], True
     return cast("list[Prompt]", list(prompts)), False
 
@@ -36,6 +38,8 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
 def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int], str | None]:
     """A prompt's ids, and its text if text was given. Raises `InvalidValue`."""
     prompt = _plain(prompt)
+    if isinstance(prompt, Checkpoint):
+        raise InvalidValue("a checkpoint goes on as it began: it is no prompt to be scored")
     if isinstance(prompt, Mapping):
         unknown = [name for name in prompt if name not in _FIELDS]
         given = [name for name in _FIELDS if prompt.get(name) is not None]
@@ -71,22 +75,55 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def params_for(count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
-    """One settings object a prompt; a single one serves all."""
-    if given is None:
-        given = SamplingParams()
-    if isinstance(given, SamplingParams):
-        return [given] * count
-    found = list(given)
-    if len(found) != count:
-        raise InvalidValue(f"sampling_params has {len(found)} entries for {count} prompts")
-    for item in found:
-        if not isinstance(item, SamplingParams):
-            raise InvalidValue(f"sampling_params holds {item!r}, which is not a SamplingParams")
-    return found
+def params_for(
+    prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams | None] | None
+) -> list[SamplingParams]:
+    """One settings object a prompt; a single one serves all. A checkpoint has its own, and takes no others."""
+    continues = [isinstance(prompt, Checkpoint) for prompt in prompts]
+    if given is None or isinstance(given, SamplingParams):
+        if given is not None and continues and all(continues):
+            raise InvalidValue("sampling_params is given, but a checkpoint goes on with the settings it began with")
+        found: list[SamplingParams | None] = [None if one else given or SamplingParams() for one in continues]
+    else:
+        found = list(given)
+    if len(found) != len(prompts):
+        raise InvalidValue(f"sampling_params has {len(found)} entries for {len(prompts)} prompts")
+    return [_own_params(at, prompt, params) for at, (prompt, params) in enumerate(zip(prompts, found, strict=True))]
 
 
-def checked_id(request_id: RequestId) -> RequestId:
+def _own_params(at: int, prompt: Prompt, params: SamplingParams | None) -> SamplingParams:
+    if isinstance(prompt, Checkpoint):
+        if params is not None:
+            raise InvalidValue(f"sampling_params[{at}] is given, but a checkpoint goes on with those it began with")
+        return prompt.params
+    if not isinstance(params, SamplingParams):
+        raise InvalidValue(f"sampling_params holds {params!r}, which is not a SamplingParams")
+    return params
+
+
+def submission(
+    prompt: Prompt,
+    params: SamplingParams,
+    request_id: RequestId,
+    ticket: int,
+    tokenizer: Tokenizer | None,
+    stream: bool,
+) -> cmd.Submit:
+    """What to submit for a prompt or a checkpoint. Raises `InvalidValue`."""
+    if isinstance(prompt, Checkpoint):
+        return cmd.Submit(prompt.as_request(request_id, ticket, stream), prompt)
+    token_ids, text = token_ids_of(prompt, tokenizer)
+    return cmd.Submit(Request(request_id, ticket, token_ids, params, text, stream))
+
+
+def name_for(prompt: Prompt, given: RequestId | None, make_name: Callable[[], str]) -> RequestId:
+    """The id of a request: the one given, else a checkpoint's own, else a new one."""
+    if given is not None:
+        return checked_id(given)
+    return prompt.request_id if isinstance(prompt, Checkpoint) else make_name()
+
+
+def checked_id(request_id: RequestId | None) -> RequestId:
     if isinstance(request_id, bool) or not isinstance(request_id, (str, int)):
         raise InvalidValue(f"request_id={request_id!r} is neither a str nor an int")
     if abs(request_id) > MAX_INTEGER if isinstance(request_id, int) else not is_unicode(request_id):

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from perdure.api.config import CoreConfig, EngineConfig
 from perdure.api.errors import InvalidValue, ModelNotFound
 from perdure.api.units import in_units
+from perdure.engine.fingerprint import fingerprint_of
 from perdure.engine.progress import Reporter
 from perdure.engine.tokenizer import Tokenizer, load_tokenizer
 from perdure.models.default import default_model_path
@@ -70,6 +72,8 @@ class Resolved:
             "enable_prefix_caching": core.enable_prefix_caching,
             "steps_in_flight": self.config.steps_in_flight,
             "batch_invariant": self.config.batch_invariant,
+            "weights_digest": self.loaded.weights.digest,
+            "on_mismatch": core.on_mismatch,
             "quantization": self.loaded.quantization or "none",
             "linear_backend": self.loaded.kernels.name,
             "attention_backend": self.runner.attention_backend,
@@ -116,6 +120,8 @@ def resolve(config: EngineConfig) -> Resolved:
     except (OSError, MemoryError, OverflowError) as error:
         wanted = core.num_pages * page_bytes
         raise InvalidValue(f"num_pages={core.num_pages}: no room for a KV pool of {wanted} bytes ({error})") from error
+    is_invariant = config.batch_invariant or "plain" not in (loaded.kernels.name, runner.attention_backend)
+    core = replace(core, fingerprint=fingerprint_of(loaded, runner), batch_invariant=is_invariant)
     resolved = Resolved(config, core, loaded, runner, tokenizer, path, page_bytes)
     reporter.say(f"KV pool: {resolved.pool}, {in_units(core.num_pages * page_bytes)}")
     return resolved
@@ -163,6 +169,7 @@ def _core_config(config: EngineConfig, loaded: LoadedModel) -> tuple[CoreConfig,
         max_num_waiting=config.max_num_waiting,
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
+        on_mismatch=config.on_mismatch,
         poison_free_pages=config.poison_free_pages,
     )
     return core, page_bytes

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from perdure.api.event import Record
+from perdure.api.errors import StepFailed
+from perdure.api.event import Failure, Record
 from perdure.api.output import CompletionOutput, RequestMetrics, RequestOutput
 from perdure.api.request import Request
 from perdure.api.scores import TokenScores
@@ -56,6 +57,18 @@ class Detokenizer:
 
 
 def build_output(
+    request: Request, record: Record, tokenizer: Tokenizer | None, metrics: RequestMetrics, return_prompt: bool
+) -> RequestOutput:
+    """The result of an ended request. If no text can be made of it, it is an error with all its ids and scores."""
+    try:
+        return _built(request, record, tokenizer, metrics, return_prompt)
+    except Exception as error:
+        message = f"no text could be made of its tokens: {type(error).__name__}: {error}"
+        failed = replace(record, finish_reason="error", stop=None, failure=Failure(StepFailed.__name__, message))
+        return _built(request, failed, None, metrics, return_prompt)
+
+
+def _built(
     request: Request, record: Record, tokenizer: Tokenizer | None, metrics: RequestMetrics, return_prompt: bool
 ) -> RequestOutput:
     """The one place where a result is built from a record."""

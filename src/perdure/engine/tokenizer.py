@@ -49,12 +49,15 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a model directory or a GGUF file."""
+    """The tokenizer of a model directory or a GGUF file. `ModelNotFound`: there is none."""
     path = Path(path)
     if not path.exists():
         raise ModelNotFound(f"{path}: no such file or directory")
     if not path.is_dir():
-        return GGUFTokenizer(open_gguf(path))
+        file = open_gguf(path)
+        if not any(key.startswith("tokenizer.") for key in file.metadata):
+            raise ModelNotFound(f"{path}: no tokenizer in this file")
+        return GGUFTokenizer(file)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise ModelNotFound(f"{path}: no tokenizer in this directory (none of {', '.join(TOKENIZER_FILES)})")
     return DirectoryTokenizer(path)

@@ -107,10 +107,11 @@ class RotaryAttention:
     def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
         num_rows, num_heads, num_kv_heads = x.shape[0], self._num_heads, self._num_kv_heads
         qkv = self._qkv(x).view(num_rows, num_heads + 2 * num_kv_heads, self._head_dim)
-        qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+        qk, v = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
         if self._normalise is not None:
             qk = self._normalise(qk)
-        q, k = self._rotate(qk, *turn).split((num_heads, num_kv_heads), dim=1)
+        turned = self._rotate(qk, *turn)
+        q, k = turned[:, :num_heads], turned[:, num_heads:]
         mixed = attend(self._layer, q, k, v)  # [N, Hq, D]
         return self._output(mixed.reshape(num_rows, num_heads * self._head_dim))
 

@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from perdure.api.errors import ModelLoadError
-from perdure.models.base import Part, Parts
+from perdure.models.base import ModelConfig, Part, Parts
 from perdure.models.config import read_json
 from perdure.models.gguf_file import GGUFFile
 from perdure.models.safetensors_file import SafetensorsFile
@@ -75,13 +77,15 @@ class TensorsInMemory:
 class Store:
     """A model's tensors by stored name, each with the file that holds it.
 
-    interleaved: rotary heads are stored with their halves interleaved.
+    interleaved: rotary heads are stored with their halves interleaved. checksums: of every byte of each part that was
+    read to its end, by the name Hugging Face gives it.
     """
 
     path: Path
     names: Literal["hf", "gguf"]
     files: Mapping[str, TensorFile]
     interleaved: bool = False
+    checksums: dict[str, int] = field(default_factory=dict, compare=False)
 
     def check(self, parts: list[Part], ignored_suffixes: tuple[str, ...]) -> None:
         """Refuse the store unless it holds exactly these parts, in these shapes."""
@@ -102,6 +106,16 @@ class Store:
 
     def pieces(self, part: Part) -> Iterator[tuple[int, Tensor]]:
         """The part in order: the first row of each piece, and its rows in the type they are stored in."""
+        return self._summed(part, self._pieces(part))
+
+    def _summed(self, part: Part, pieces: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+        checksum = 0
+        for start, rows in pieces:
+            checksum = zlib.crc32(rows.contiguous().view(torch.uint8).numpy().data, checksum)
+            yield start, rows
+        self.checksums[part.hf] = checksum
+
+    def _pieces(self, part: Part) -> Iterator[tuple[int, Tensor]]:
         name, num_rows = self._name(part), part.shape[0]
         file = self.files[name]
         if part.rotary_heads and self.interleaved:
@@ -119,6 +133,9 @@ class Store:
 
     def stored_pieces(self, part: Part) -> Iterator[tuple[int, Tensor]]:
         """The part in order as it is stored: floats, or the bytes of blocks (`GGUFFile.stored_rows`)."""
+        return self._summed(part, self._stored_pieces(part))
+
+    def _stored_pieces(self, part: Part) -> Iterator[tuple[int, Tensor]]:
         name, num_rows = self._name(part), part.shape[0]
         file = self.files[name]
         assert isinstance(file, GGUFFile) and not part.gguf_added, "only a GGUF's blocks are kept as they are"
@@ -151,6 +168,15 @@ class Store:
 
     def _name(self, part: Part) -> str:
         return part.hf if self.names == "hf" else part.gguf
+
+
+def digest_of(config: ModelConfig, numbers: Mapping[str, int]) -> str:
+    """Tells models apart: a configuration, and numbers that stand for its weights. No defence against forgery.
+
+    A checksum of every byte costs a tenth of a second for the default model, a twentieth of its loading.
+    """
+    told = f"{config} {sorted(numbers.items())}"
+    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
 
 def open_gguf(path: Path) -> GGUFFile:

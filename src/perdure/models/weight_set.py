@@ -21,7 +21,7 @@ from perdure.api.errors import InvalidValue, ModelLoadError, ModelNotFound
 from perdure.models.base import Family, ModelConfig, Part, Parts, Weights, joined_shape
 from perdure.models.config import config_from_directory, config_from_gguf
 from perdure.models.registry import find_family
-from perdure.models.store import Store, directory_store, gguf_store, open_gguf, store_of_tensors
+from perdure.models.store import Store, digest_of, directory_store, gguf_store, open_gguf, store_of_tensors
 from perdure.ops.native.weights import JoinedWeight
 
 Source = str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -35,10 +35,18 @@ NO_WEIGHTS = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
 
 class WeightSet:
-    """is_whole: whether the memory holds one whole set. keeps_blocks: a GGUF's blocks are kept as they are."""
+    """is_whole: whether the memory holds one whole set. keeps_blocks: a GGUF's blocks are kept as they are. digest: of
+    the set that was loaded last (`store.digest_of`)."""
 
     def __init__(
-        self, config: ModelConfig, family: Family, weights: Weights, *, keeps_blocks: bool, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        family: Family,
+        weights: Weights,
+        *,
+        keeps_blocks: bool,
+        dtype: torch.dtype,
+        digest: str,
     ) -> None:
         self._config = config
         self._family = family
@@ -46,6 +54,7 @@ class WeightSet:
         self._weights = weights
         self._keeps_blocks = keeps_blocks
         self._dtype = dtype
+        self.digest = digest
         self.is_whole = True
         self._file: BinaryIO | None = None
         self._is_freed = False
@@ -113,6 +122,7 @@ class WeightSet:
                 store.fill(weights[name], parts, keep_blocks=self._keeps_blocks)
         for tensor, make in weights.derived:
             tensor.copy_(make())
+        self.digest = digest_of(self._config, store.checksums)
         self.is_whole = True
 
     # Away and back

@@ -24,7 +24,7 @@ from perdure.api.errors import InvalidValue, ModelNotFound
 from perdure.models.base import Model, ModelConfig, Parts, Weights, joined_shape
 from perdure.models.config import DTYPES, config_from_directory, config_from_gguf, sampling_defaults
 from perdure.models.registry import find_family
-from perdure.models.store import Store, directory_store, gguf_store, open_gguf
+from perdure.models.store import Store, digest_of, directory_store, gguf_store, open_gguf
 from perdure.models.weight_set import WeightSet, packed_type, unread
 from perdure.ops.choice import Choice, choose
 from perdure.ops.kernels import Kernels, Weight, choose_kernels
@@ -99,6 +99,7 @@ def load_model(
     if quantization is not None:
         _check_quantization(quantization, path, gguf is not None and load_format != "dummy", native)
     weights: dict[str, Weight]
+    store: Store | None = None
     if load_format == "dummy":
         drawn = _drawn(parameters, chosen, device, seed)
         num_parameters = sum(weight.numel() for weight in drawn.values())
@@ -115,12 +116,13 @@ def load_model(
             else:
                 weights[name] = _read_packed(store, parts, native, keep=quantization is not None)
     num_bytes = sum(w.nbytes if isinstance(w, Tensor) else w.num_bytes for w in weights.values())
+    digest = digest_of(config, {"seed": seed} if store is None else store.checksums)
     held = Weights(weights)
     del weights
     model = family.build(config, held, kernels)
     return LoadedModel(
         model=model,
-        weights=WeightSet(config, family, held, keeps_blocks=quantization is not None, dtype=chosen),
+        weights=WeightSet(config, family, held, keeps_blocks=quantization is not None, dtype=chosen, digest=digest),
         config=config,
         dtype=chosen,
         kernels=kernels,

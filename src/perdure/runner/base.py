@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from perdure.api.directive import Directive, Outcome
-from perdure.api.plan import StepOutput, StepPlan
+from perdure.api.plan import DeviceRow, StepOutput, StepPlan
 
 
 class Ticket(Protocol):
@@ -30,6 +31,10 @@ class Device(Protocol):
 
     def perform(self, directive: Directive) -> Outcome:
         """Do it, and return when it is done. No step is in flight."""
+        ...
+
+    def check(self, rows: Sequence[DeviceRow]) -> None:
+        """Compare the device's rows with the core's account of them; no step is in flight. Raises AssertionError."""
         ...
 
     def close(self) -> None:

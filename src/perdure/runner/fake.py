@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from perdure.api.directive import Clear, Directive, LoadWeights, Outcome, Sleep, Wake
 from perdure.api.errors import DeviceError
 from perdure.api.event import Failure
-from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, RowInit, ScoreColumns, StepOutput, StepPlan
+from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, DeviceRow, RowInit, ScoreColumns, StepOutput, StepPlan
 
 _MASK = 2**63 - 1
 _DIRT = np.uint64(2**64 - 1)
@@ -109,6 +109,13 @@ class FakeDevice:
         self._queue.append(ticket)
         return ticket
 
+    def check(self, rows: Sequence[DeviceRow]) -> None:
+        for row in rows:
+            slot = row.settings.slot
+            assert self._settings[slot] == row.settings and self._tables[slot] == row.pages
+            assert self._position[slot] == row.position
+            assert row.last_token is None or self._last_token[slot] == row.last_token
+
     def close(self) -> None:
         self._queue.clear()
 
@@ -132,6 +139,7 @@ class FakeDevice:
                 if self._weights_away is not None:
                     raise DeviceFault("weights are loaded while they are asleep")
                 self.weights = self.staged.pop(ticket)
+                return Outcome(weights=str(self.weights))
         return Outcome()
 
     def _sleep(self, directive: Sleep) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.api.plan import RowInit, StepPlan
+from perdure.api.plan import DeviceRow, RowInit, StepPlan
 from perdure.ops.sampling import SamplingColumns
 
 NO_REQUEST = -1
@@ -65,6 +65,21 @@ class RowStore:
             output_index=output_index,
             excluded=[(row, ids) for row, ids in masked if len(ids)],
         )
+
+    def check(self, row: DeviceRow) -> None:
+        """This row is what another account of it says: a row made anew of that would be equal in every column."""
+        slot = row.settings.slot
+        anew = RowStore(slot + 1, self.block_table.shape[1])
+        anew._init(row.settings)
+        for name, column in vars(self).items():
+            if name not in ("position", "last_token", "block_table"):
+                found, told = column[slot], getattr(anew, name)[slot]
+                assert np.array_equal(found, told), f"slot {slot}: {name} is {found}, the core says {told}"
+        assert self.position[slot] == row.position, f"slot {slot} stands at {self.position[slot]}, not {row.position}"
+        if row.last_token is not None:
+            assert self.last_token[slot] == row.last_token, f"slot {slot} holds another last token"
+        table = self.block_table[slot, : len(row.pages)].tolist()
+        assert table == row.pages, f"slot {slot} has pages {table}, the core says {row.pages}"
 
     def _init(self, init: RowInit) -> None:
         slot, temperature = init.slot, init.temperature

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from perdure.api.directive import Clear, Directive, LoadWeights, Sleep, Wake
-from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
+from perdure.api.plan import DeviceRow, ScoreColumns, StepOutput, StepPlan
 from perdure.models.base import Model
 from perdure.models.store import Store
 from perdure.models.weight_set import WeightSet
@@ -32,7 +32,8 @@ from perdure.runner.sampler import Sampler, ScoreEntries
 class Runner:
     """One model on this process's CPU.
 
-    attention_backend: "auto" or a name of `ops.attention.FORMS`; the attribute of that name says what was chosen.
+    attention_backend: "auto" or a name of `ops.attention.FORMS`; the attribute of that name says what was chosen, and
+    `attention` says it with everything that its bits depend on.
     weights: of the model, for directives about them; None = there are none.
     row_tile: pad a step's rows to a multiple of it, where the model's products would do it otherwise.
     ValueError: an unknown backend, or one that cannot do what was asked or what the model needs.
@@ -61,6 +62,7 @@ class Runner:
             for kind in dict.fromkeys(self._kinds)
         }
         self.attention_backend = self._forms[self._kinds[0]].name
+        self.attention = ", ".join(dict.fromkeys(form.kernel for form in self._forms.values()))
         self._row_tile = row_tile
         self._weights = weights
         self.staged: dict[int, Store] = {}
@@ -90,9 +92,15 @@ class Runner:
         self._failed.update((plan.slot[row], message) for row, message in output.errors)
         return output
 
+    def check(self, rows: Iterable[DeviceRow]) -> None:
+        """The device rows hold what the core says they do. Raises AssertionError."""
+        for row in rows:
+            self._rows.check(row)
+
     @torch.inference_mode()
-    def perform(self, directive: Directive) -> None:
-        """Between steps: give memory back, take it again, load weights. Raises where it cannot."""
+    def perform(self, directive: Directive) -> str:
+        """Between steps: give memory back, take it again, load weights. Raises where it cannot. Returns the digest of
+        the weights that it loaded, if it did."""
         match directive:
             case Sleep():
                 self._sleep(directive)
@@ -108,6 +116,8 @@ class Runner:
             case LoadWeights(ticket):
                 assert self._weights is not None
                 self._weights.load(self.staged.pop(ticket))
+                return self._weights.digest
+        return ""
 
     def _sleep(self, directive: Sleep) -> None:
         """First what may fail, then what cannot."""

@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from queue import SimpleQueue
 
 from perdure.api.directive import Directive, Outcome
 from perdure.api.errors import DeviceError, PerdureError
 from perdure.api.event import Failure
-from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
+from perdure.api.plan import DeviceRow, ScoreColumns, StepOutput, StepPlan
 from perdure.runner.runner import Runner
 
 
@@ -53,14 +54,16 @@ class ThreadedRunner:
         self._steps.put((plan, ticket))
         return ticket
 
+    def check(self, rows: Sequence[DeviceRow]) -> None:
+        self._runner.check(rows)
+
     def perform(self, directive: Directive) -> Outcome:
         """On the caller's thread: with no step in flight the runner is nobody else's."""
         try:
-            self._runner.perform(directive)
+            return Outcome(weights=self._runner.perform(directive))
         except Exception as error:
             known = error if isinstance(error, PerdureError) else DeviceError(f"{type(error).__name__}: {error}")
             return Outcome(Failure.of(known), changed=not self._runner.has_whole_weights)
-        return Outcome()
 
     def close(self) -> None:
         """Run what was launched, then end the thread. Closing twice is closing once."""

@@ -14,7 +14,8 @@ from typing import Literal
 import msgspec
 
 from perdure.api.config import CoreConfig
-from perdure.api.event import Moment, MomentKind
+from perdure.api.event import Moment
+from perdure.api.moment import MomentKind
 from perdure.api.plan import StepPlan
 from perdure.api.request import RequestId
 from perdure.core.journal import Committed, Entry, Launched, Level, Told

@@ -84,9 +84,13 @@ class PlannedAttention(Protocol):
 
 
 class AttentionForm(Protocol):
-    """A way to compute attention. `batch_invariant`: a query's bits depend on nothing but its keys and position."""
+    """A way to compute attention. `batch_invariant`: a query's bits depend on nothing but its keys and position.
+
+    kernel: the form in words, with everything of its settings that its bits depend on.
+    """
 
     name: str
+    kernel: str
     batch_invariant: bool
 
     def plan(self, rows: AttentionRows) -> PlannedAttention: ...

@@ -22,7 +22,7 @@ from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
 class PlainAttention:
     """See the module's docstring."""
 
-    name = "plain"
+    name = kernel = "plain"
     batch_invariant = False
 
     def __init__(self, shape: CacheShape, layer: LayerAttention) -> None:

@@ -18,7 +18,7 @@ from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
 class ReferenceAttention:
     """See the module's docstring."""
 
-    name = "reference"
+    name = kernel = "reference"
     batch_invariant = True
 
     def __init__(self, shape: CacheShape, layer: LayerAttention) -> None:

@@ -56,6 +56,7 @@ class TiledAttention:
         self._layer = layer
         # Whole pages, and whole lanes of keys whatever the page size.
         self.tile = _ceil_to(MIN_TILE, math.lcm(shape.page_size, LANES))
+        self.kernel = f"tiled by {self.tile}"
         self._scratch = _Scratch()
 
     def plan(self, rows: AttentionRows) -> PlannedTiled:

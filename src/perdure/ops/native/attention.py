@@ -58,6 +58,7 @@ class NativeAttention:
             raise ValueError(
                 f"attention_backend='native' needs a head size that is a multiple of {LANES}, not {shape.head_dim}"
             )
+        self.kernel = f"native ({library.version})"
         self._c = library.c
         self._shape = shape
         self._layer = _Layer(

@@ -1,0 +1,42 @@
+"""The numerics fingerprint of an engine: what the bits of its results depend on (`api.fingerprint`)."""
+
+from __future__ import annotations
+
+import platform
+
+import numpy as np
+import torch
+
+from perdure import __version__
+from perdure.api.fingerprint import Fingerprint
+from perdure.models.weights import LoadedModel
+from perdure.runner.runner import Runner
+
+
+def fingerprint_of(loaded: LoadedModel, runner: Runner) -> Fingerprint:
+    """Products choose their kernels by the kind of processor, and threads share out their sums. The size of a page
+    counts where it is part of a tile."""
+    kernels = loaded.kernels
+    packed = [shape for shape, words in loaded.products.items() if words.startswith("packed")]
+    products = f"{kernels.name} products" + (f" ({', '.join(packed)} packed)" if packed else "")
+    return Fingerprint(
+        weights=loaded.weights.digest,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=f"cpu, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {_processor()}",
+        kernels=f"{products}, {runner.attention} attention, {kernels.version}",
+        threads=str(torch.get_num_threads()),
+        libraries=f"perdure {__version__}, torch {torch.__version__}, numpy {np.__version__}",
+    )
+
+
+def _processor() -> str:
+    """The processor's name, family and model, as far as the system says."""
+    fields: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                fields.setdefault(name.strip(), value.strip())
+    except OSError:
+        return platform.processor()
+    return " ".join(fields[name] for name in ("model name", "cpu family", "model") if name in fields)
