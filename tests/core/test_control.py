@@ -33,7 +33,7 @@ class Requests:
     def drop_kv(self) -> None:
         self.done.append("drop")
 
-    def take_weights(self, epoch: int, cache: str, in_flight: str) -> None:
+    def take_weights(self, epoch: int, digest: str, cache: str, in_flight: str) -> None:
         self.weights = epoch
         self.done.append(f"weights {epoch} {cache} {in_flight}")
 
