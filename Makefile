@@ -3,6 +3,7 @@
 #   make run PROMPT="..."    answer a prompt with the default model, and say how fast
 #   make test                what CI runs: lint, format, types, tests
 #   make rows                what the last run of the tests witnessed, a line a row or case
+#   make sanitize            the tests of the kernels in C under gcc's address and undefined behaviour sanitizers
 #   make soak                the same tests with more lives, storms and time; the report goes to benchmarks/results/
 #   make lint | format | bench | install | clean
 
@@ -10,7 +11,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help run test rows soak lint format bench install clean
+.PHONY: help run test rows sanitize soak lint format bench install clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,6 +40,14 @@ test: lint $(VENV)/.stamp-model
 
 rows:
 	@$(BIN)/python -m tests.rows
+
+# A compiler with other flags is another compiler: its kernels are kept under a name of their own.
+sanitize: SANITIZERS = $(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libubsan.so)
+sanitize: $(VENV)/.stamp-tests
+	$(say) "the tests of the kernels under sanitizers"
+	@env CC="gcc -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g" \
+	   LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
+	   $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/ops/test_native.py tests/ops/test_attention.py tests/ops/test_kv_write.py
 
 soak: REPORT = benchmarks/results/soak-$(shell date -u +%Y-%m-%d).txt
 soak: $(VENV)/.stamp-tests $(VENV)/.stamp-model

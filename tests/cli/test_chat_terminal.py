@@ -26,14 +26,14 @@ STOPPED = "stopped; what was said so far stays in the conversation"
 class Somebody:
     """Types at a terminal whose program is `perdure chat`, and keeps all that is shown."""
 
-    def __init__(self, *options: object) -> None:
+    def __init__(self, *options: object, **environment: str) -> None:
         command = ["-m", "perdure", "chat", *map(str, options)]
         self._shown: list[str] = []
         try:
             self._process = pexpect.spawn(
                 sys.executable,
                 command,
-                env=ENVIRONMENT,
+                env=ENVIRONMENT | environment,
                 timeout=PATIENCE_S,
                 encoding="utf-8",
                 codec_errors="replace",
@@ -52,6 +52,9 @@ class Somebody:
 
     def types(self, line: str) -> None:
         self._process.sendline(line)
+
+    def types_bytes(self, line: bytes) -> None:
+        os.write(self._process.child_fd, line + b"\n")
 
     def presses(self, key: str, after_s: float = TYPING_S) -> None:
         time.sleep(after_s)
@@ -147,6 +150,31 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(long_model):
     me.types("/new")
     me.sees("\n> ")
     me.presses("\x04")
+    assert me.leaves() == 0
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_line_that_is_not_utf8_is_asked_for_again(tiny, errors):
+    """Whichever way stdin treats such bytes. The rest of a long turn stays as it was typed."""
+    options = ("--model", tiny, "--temperature", "0", "--max-tokens", "1", "--speed")
+    me = Somebody(*options, PYTHONIOENCODING=f"utf-8:{errors}", LC_ALL="C.UTF-8")  # else readline takes them for keys
+    me.sees("> ")
+    me.types("Hi\\")
+    me.sees("... ")
+    me.types("you")
+    length = re.search(r"(\d+) prompt tokens", me.sees("\r\n> "))
+    me.types("/reset")
+    me.sees("\n> ")
+    me.types_bytes(b"caf\xff\xfe")
+    assert re.search(r"\r\nperdure: the line is not UTF-8: .*; type it again\r\n> $", me.sees("again\r\n> "))
+    me.types("Hi\\")
+    me.sees("... ")
+    me.types_bytes(b"\xff\xfe")
+    me.sees("type it again\r\n... ")
+    me.types("you")
+    again = re.search(r"(\d+) prompt tokens", me.sees("\r\n> "))
+    assert length is not None and again is not None and again[1] == length[1]
+    me.types("/quit")
     assert me.leaves() == 0
 
 

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from perdure import LLM, SamplingParams
+from tests.models.helpers import write_gguf
 
 GREEDY = ("--temperature", "0", "--max-tokens", "12")
 SPEED = r"\d+ prompt tokens, 12 new tokens, [\d.]+ tokens/s, first token after [\d.]+ s\n"
@@ -71,7 +72,8 @@ def test_generate_chat_uses_the_template(perdure, tiny):
 
 def test_generate_draws_by_the_seed(perdure, tiny):
     def sample(*options):
-        return perdure("generate", "Hello", "--json", "--max-tokens", "12", "--model", tiny, *options).out
+        done = perdure("generate", "Hello", "--json", "--max-tokens", "12", "--model", tiny, *options)
+        return json.loads(done.out)["token_ids"]  # the request's id is another in each engine
 
     assert sample() == sample("--seed", "0") == sample("--steps-in-flight", "1", "--page-size", "4")
     assert sample() != sample("--seed", "1")
@@ -149,12 +151,32 @@ def test_logprobs_json_of_ids_and_of_a_continuation(perdure, tiny):
 
 def test_info(perdure, tiny):
     done = perdure("info", "--model", tiny, "--num-pages", "32", "--no-batch-invariant")
-    shown = dict(line.split(None, 1) for line in done.out.splitlines())
+    shown = dict(re.split("  +", line, maxsplit=1) for line in done.out.splitlines())
     assert shown["pool"] == "512 tokens, 2 requests of full length"
     assert (shown["model"], shown["num_pages"], shown["batch_invariant"]) == (str(tiny), "32", "no")
     assert (shown["parameters"], shown["weights_bytes"]) == ("164,160", "641.2 KiB")
     found = json.loads(perdure("info", "--model", tiny, "--num-pages", "32", "--json").out)
     assert set(found) == set(shown) and found["num_pages"] == 32 and found["batch_invariant"] is True
+
+
+def test_quantization_is_an_option_of_every_command_that_runs_a_model(perdure, tiny, tmp_path):
+    """The ids of the expanded model, in less memory; `info` shows it, a report keeps it."""
+    model = write_gguf(tiny, tmp_path / "m.gguf", "Q8_0")
+    kept = ("--model", model, "--quantization", "gguf")
+    shown = [json.loads(perdure("info", "--json", *options).out) for options in (kept, kept[:2])]
+    assert [one["quantization"] for one in shown] == ["gguf", "none"]
+    assert shown[0]["weights_bytes"] < shown[1]["weights_bytes"] / 3
+    assert dict(line.split(None, 1) for line in perdure("info", *kept).out.splitlines())["quantization"] == "gguf"
+    said, expanded = (perdure("generate", "Hello", *options, *GREEDY) for options in (kept, kept[:2]))
+    assert said.code == 0 and said.out == expanded.out
+    assert perdure("chat", *kept, *GREEDY, stdin="Hi\n").code == 0
+    assert perdure("logprobs", "Hello", *kept).code == 0
+    (tmp_path / "data.json").write_text('{"prompt_ids": [[1, 2, 3]], "new_tokens": 4}')
+    options = ("--data", tmp_path / "data.json", "--repeat", "1", "--json", tmp_path / "report.json")
+    assert perdure("bench", "offline", "one", *kept, *options).code == 0
+    assert json.loads((tmp_path / "report.json").read_text())["setup"]["quantization"] == "gguf"
+    done = perdure("info", "--model", tiny, "--quantization", "gguf")
+    assert done.code == 2 and f"{tiny} is loaded as none" in done.err
 
 
 def test_progress_is_said_if_asked(perdure, tiny):

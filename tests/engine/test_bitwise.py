@@ -5,10 +5,12 @@ Logits are seen as scores of the whole vocabulary on the tiny model; on SmolLM2 
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from perdure import LLM, SamplingParams
 from perdure.api.output import RequestOutput
@@ -114,6 +116,34 @@ def test_with_an_eviction_in_the_middle(
     assert all(0 < count < 32 for count in evictions.num_output[len(X)])
     check_equal(output, solo(X, params))
     check_equal(first, solo(prompt(33), older))
+
+
+def test_compiled_kernels_give_the_same_bits_on_any_number_of_threads_and_pages_of_any_size(
+    params: SamplingParams, make_llm: MakeLLM
+) -> None:
+    """One engine after another, among 15 others each time."""
+    outputs = []
+    for threads, page_size in ((1, 16), (2, 16), (3, 1), (1, 7), (2, 100)):
+        torch.set_num_threads(threads)  # `one_thread` puts it back
+        llm = make_llm(linear_backend="native", page_size=page_size, num_pages=2048 // page_size)
+        about = llm.describe()
+        assert (about["threads"], about["page_size"], about["attention_backend"]) == (threads, page_size, "native")
+        outputs.append(among(llm, X, params, OTHERS, 7))
+        llm.shutdown()
+    for output in outputs[1:]:
+        check_equal(output, outputs[0])
+    witness("bitwise-threads", num_engines=len(outputs), num_tokens=len(outputs[0].outputs[0].token_ids))
+
+
+def test_two_engines_at_once_do_not_disturb_each_other(params: SamplingParams, make_llm: MakeLLM, solo: Solo) -> None:
+    """They share the kernels' threads: whoever finds them taken works alone."""
+    truth = solo(X, params)
+    torch.set_num_threads(2)  # before the engines' threads are made, which take it over
+    first, second = make_llm(), make_llm(max_num_batched_tokens=32)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            for one in pool.map(lambda llm: among(llm, X, params, OTHERS, 7), (first, second)):
+                check_equal(one, truth)
 
 
 def replaced(params: SamplingParams, **changes: Any) -> SamplingParams:

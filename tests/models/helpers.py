@@ -219,8 +219,9 @@ def write_gguf_tokenizer(file: GGUFFile, directory: Path) -> None:
     _write_tokenizer_config(directory, **named, chat_template=file.metadata.get("tokenizer.chat_template"))
 
 
-def write_gguf(directory: Path, out: Path, type_name: str) -> Path:
-    """A Hugging Face directory as a GGUF: matrices in `type_name`, vectors in F32, tokenizer included."""
+def write_gguf(directory: Path, out: Path, type_name: str | Callable[[Part], str]) -> Path:
+    """A Hugging Face directory as a GGUF: matrices in `type_name` (of each), vectors in F32, tokenizer included."""
+    type_of = type_name if callable(type_name) else lambda part: type_name
     config = config_from_directory(directory)
     name = find_family(config.architecture, str(directory)).gguf or "llama"  # Mistral is stored under this name
     writer = gguf.GGUFWriter(out, name)
@@ -249,7 +250,7 @@ def write_gguf(directory: Path, out: Path, type_name: str) -> Path:
     for part, tensor in stored_tensors(directory):
         if part.rotary_heads and name == "llama":
             tensor = tensor.unflatten(0, (part.rotary_heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
-        kind = gguf.GGMLQuantizationType[type_name if tensor.ndim == 2 else "F32"]
+        kind = gguf.GGMLQuantizationType[type_of(part) if tensor.ndim == 2 else "F32"]
         values = (tensor + part.gguf_added).numpy()
         writer.add_tensor(part.gguf, _quantised(values, kind), raw_dtype=kind)
     writer.write_header_to_file()

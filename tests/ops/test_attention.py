@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from perdure.ops.attention import AttentionRows, CacheShape, LayerAttention, make_attention
+from perdure.ops.native import library
 
 HEADS = [(9, 3, 64), (4, 4, 16), (8, 1, 80)]  # query heads, key heads, head size
 PAGE_SIZES = [1, 4, 16, 64]
@@ -26,10 +27,14 @@ KINDS = {
 @pytest.fixture(params=[1], autouse=True)
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """One thread unless a test asks for both: on a busy machine every barrier of two costs milliseconds."""
-    before = torch.get_num_threads()
+    before, native = torch.get_num_threads(), library()
     torch.set_num_threads(request.param)
+    if native is not None:
+        native.follow_torch()
     yield request.param
     torch.set_num_threads(before)
+    if native is not None:
+        native.follow_torch()
 
 
 @pytest.fixture(params=["native", "tiled"])
@@ -98,6 +103,52 @@ def test_equals_the_reference(form, heads, page_size):
     spans = [(0, 69, 1), (1, 0, 1), (2, 60, 4), (3, 0, 9), (4, 129, 1), (4, 64, 2)]
     for ours, expected in zip(pool.run(form, spans, padding=3), pool.run("reference", spans, padding=3)):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [{}, {"window": 9, "softcap": 2.0}], ids=["all before", "window and soft cap"])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 16])
+@pytest.mark.parametrize("head_dim", [8, 40, 256])
+def test_groups_and_heads_of_any_size(form, group, head_dim, kind):
+    """Whole tiles of query rows and of vectors, and what is left beside them: the reference's values, and the bits of
+    each query alone."""
+    pool = Pool((2 * group, 2, head_dim), 4, [21], **kind)
+    whole = pool.run(form, [(0, 0, 21)])[0]
+    torch.testing.assert_close(whole, pool.run("reference", [(0, 0, 21)])[0], atol=1e-5, rtol=1e-5)
+    for start, length in ((0, 1), (19, 2), (20, 1), (5, 4)):
+        assert torch.equal(pool.run(form, [(0, start, length)])[0], whole[start : start + length])
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 150, 1000])
+def test_windows_at_the_edges_of_lanes_pages_and_tiles(form, window):
+    """Every query alone, and all of them at once."""
+    pool = Pool((4, 2, 16), 8, [150], window=window)
+    whole = pool.run(form, [(0, 0, 150)])[0]
+    torch.testing.assert_close(whole, pool.run("reference", [(0, 0, 150)])[0], atol=1e-5, rtol=1e-5)
+    assert torch.equal(torch.cat(pool.run(form, [(0, position, 1) for position in range(150)])), whole)
+    if window == 1:
+        values = pool.cache[1][:, pool.table[0]].flatten(1, 2)[:, :150]  # each sees itself alone
+        assert torch.equal(whole, values.transpose(0, 1).repeat_interleave(2, dim=1))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
+def test_a_query_that_is_no_number_stays_alone(form):
+    """Also among the queries of its own chunk, which share a tile with it."""
+    pool = Pool((6, 2, 16), 16, [40])
+    clean = pool.run(form, [(0, 20, 20)])[0]
+    pool.queries[0][27] = float("nan")
+    ours = pool.run(form, [(0, 20, 20)])[0]
+    others = torch.arange(20) != 7
+    assert ours[7].isnan().all() and torch.equal(ours[others], clean[others])
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_vast_scores_choose_one_key_and_overflow_nothing(form, softcap):
+    """Scores of 1e5 and more: exponentials of their differences are 0 or 1, soft caps are at their ends."""
+    pool = Pool((4, 2, 16), 16, [60], scale=1e5, softcap=softcap)
+    spans = [(0, 0, 60)]
+    ours, expected = pool.run(form, spans)[0], pool.run("reference", spans)[0]
+    assert ours.isfinite().all()
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -206,6 +257,13 @@ def test_what_a_window_left_behind_is_not_read(form):
     pool.cache[:, :, pool.table[0, :16]] = float("nan")  # the window of 330 begins at 281, in the tile from 256 on
     after = [pool.run(form, [span])[0] for span in ((0, 399, 1), (0, 330, 70))]
     assert all(torch.equal(ours, expected) for ours, expected in zip(after, before))
+
+
+def test_heads_the_kernel_cannot_take_are_attended_otherwise():
+    shape, layer = CacheShape(4, 2, 20, 4, 16), LayerAttention(0.25)
+    assert make_attention("auto", shape, layer, batch_invariant=True).name == "tiled"
+    with pytest.raises(ValueError, match="'native' needs a head size that is a multiple of 8, not 20"):
+        make_attention("native", shape, layer, batch_invariant=True)
 
 
 def test_an_unknown_or_unfit_backend_is_refused():

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,10 +24,12 @@ from perdure.ops.native import Library, library, why_not
 from perdure.ops.native.weights import BLOCKS, FLOAT_TYPES, JoinedWeight, PackedWeight, packed_floats
 from perdure.ops.norm import rms_norm
 from perdure.ops.rope import rotate
+from tests.models.helpers import run_python
 from tests.ops.rows import assert_rows_independent
 from tests.witness import witness
 
-SIZES = [(64, 96), (576, 960), (1536, 100), (8, 1), (300, 33), (1, 17)]  # inputs, outputs
+SIZES = [(64, 96), (576, 960), (1536, 100), (8, 1), (300, 33), (1, 17), (1, 1), (65, 16), (257, 79)]
+"""Inputs, outputs: whole runs, chunks, panels and groups of panels, and one more or less of each."""
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +71,98 @@ def test_a_rows_bits_depend_on_that_row_alone(native: Library, size: tuple[int, 
         assert torch.equal(product(many[rows]), whole[rows])
 
 
+@pytest.mark.parametrize("threads", [1], indirect=True)
 def test_bits_do_not_depend_on_the_threads(native: Library) -> None:
-    x, w = drawn(67, 576), drawn(960, 576, seed=1)
-    results = []
-    for count in (1, 2, 5):
+    """Nor on their changing between calls, up and down, to more than there are cores, or to a number that is none."""
+    x, both, heads = drawn(67, 576), drawn(67, 2 * 576), drawn(67, 9, 64)
+    weight, norm = packed_floats(native, drawn(960, 576, seed=1)), drawn(576, seed=2)
+    cos, sin = drawn(67, 1, 64, seed=3), drawn(67, 1, 64, seed=4)
+    kernels = native_kernels(native)
+
+    def all_of_it() -> list[torch.Tensor]:
+        functions = (kernels.rms_norm(x, norm, 1e-5), kernels.silu_mul(both), kernels.rotate(heads, cos, sin))
+        return [weight.multiply(x, None), weight.multiply(x[:1], None), weight.rows(torch.arange(67)), *functions]
+
+    expected = all_of_it()
+    for count in (2, 5, 1, 9, 2, 0, -3):
         native.c.set_threads(count)
-        results.append(packed_floats(native, w).multiply(x, None))
-    assert all(torch.equal(other, results[0]) for other in results)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(all_of_it(), expected)), f"{count} threads"
+
+
+@pytest.mark.parametrize("threads", [1], indirect=True)
+def test_more_threads_than_there_can_be_are_as_many_as_can_be() -> None:
+    """In a process of its own, which then has them."""
+    done = run_python("""if True:
+        import threading, torch
+        from perdure.ops.native import library
+        from perdure.ops.native.weights import packed_floats
+        native = library()
+        native.c.set_threads(100_000)
+        weight = packed_floats(native, torch.ones(64, 8))
+        assert torch.equal(weight.multiply(torch.ones(3, 8), None), torch.full((3, 64), 8.0))
+        print("done")
+    """)
+    assert done == "done\n"
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 200])
+def test_what_is_no_number_stays_in_its_row_and_its_column(native: Library, num_rows: int) -> None:
+    x, w = drawn(num_rows, 300), drawn(33, 300, seed=1)
+    product = native_kernels(native).linear(w, None)
+    clean = product(x)
+    bad_row, bad_column, bad = num_rows // 2, 17, float("nan")
+    poisoned = x.clone()
+    poisoned[bad_row, 299] = bad
+    row = torch.arange(num_rows) == bad_row
+    ours = product(poisoned)
+    assert ours[row].isnan().all() and torch.equal(ours[~row], clean[~row])
+    w[bad_column, 0] = float("inf")
+    column = torch.arange(33) == bad_column
+    ours = native_kernels(native).linear(w, None)(x)
+    assert ours[:, column].isinf().all() and torch.equal(ours[:, ~column], clean[:, ~column])
+
+
+@pytest.mark.parametrize("stored", ["f32", "bf16", "f16", "Q8_0", "Q4_K"])
+def test_what_lies_past_the_last_row_is_never_used(native: Library, stored: str) -> None:
+    """A weight of 17 rows has a panel of one: the other 15 columns hold whatever was in memory."""
+    n, k = 17, 256
+    if stored in FLOAT_TYPES.values():
+        raw = drawn(n, k, seed=1).bfloat16().float() if stored == "bf16" else drawn(n, k, seed=1).half().float()
+    else:
+        raw, _ = blocks(stored, n, k)
+    results = []
+    for garbage in (0x00, 0xFF):
+        weight = PackedWeight(native, stored, n, k)
+        weight.data.fill_(garbage)
+        weight.fill(0, raw)
+        out = torch.full((5, n + 3), 7.0)
+        weight.multiply(drawn(5, k), None, out, 1)
+        assert out[:, [0, 18, 19]].eq(7.0).all(), "it wrote past its columns"
+        results.append((out, weight.rows(torch.arange(n))))
+    assert all(torch.equal(*pair) for pair in zip(*results))
+
+
+def test_nothing_in_is_nothing_out(native: Library) -> None:
+    kernels = native_kernels(native)
+    weight = packed_floats(native, drawn(20, 32))
+    assert weight.multiply(drawn(0, 32), drawn(20)).shape == (0, 20)
+    assert weight.rows(torch.empty(0, dtype=torch.int64)).shape == (0, 32)
+    assert kernels.rms_norm(drawn(0, 32), drawn(32), 1e-5).shape == (0, 32)
+    assert kernels.silu_mul(drawn(0, 64)).shape == (0, 32)
+    assert kernels.rotate(drawn(0, 3, 32), drawn(0, 1, 32), drawn(0, 1, 32)).shape == (0, 3, 32)
+    weight.parts[0].fill(20, drawn(0, 32))
+    assert torch.equal(weight.rows(torch.arange(20)), drawn(20, 32))
+
+
+def test_a_row_that_is_none_is_not_read_or_written(native: Library) -> None:
+    weight = PackedWeight(native, "f32", 20, 32)
+    with pytest.raises(AssertionError):
+        weight.fill(15, drawn(6, 32))
+    for ids in ([20], [-1], [0, 1 << 40]):
+        with pytest.raises(AssertionError):
+            weight.rows(torch.tensor(ids))
+    with pytest.raises(AssertionError):
+        packed_floats(native, drawn(20, 32)).multiply(drawn(1, 31), None)
 
 
 def test_rows_that_lie_apart_are_multiplied_where_they_are(native: Library) -> None:
@@ -181,6 +269,38 @@ def test_norms_and_rotations_of_heads_equal_torchs(native: Library) -> None:
         assert torch.equal(kernels.rotate(heads[7:9], cos[7:9], sin[7:9]), whole[7:9])
 
 
+def test_functions_of_rows_read_them_where_they_lie(native: Library) -> None:
+    """Rows apart, heads apart, every other element: the bits of a dense copy."""
+    kernels, wide, weight = native_kernels(native), drawn(12, 9, 80), drawn(40, seed=1)
+    cos, sin = drawn(12, 1, 40, seed=2), drawn(12, 1, 40, seed=3)
+    for x in (wide[:, 2:5, :40], wide[:, :, ::2], wide[::2, 1:2, 40:], wide.transpose(0, 1)[:, :, :40]):
+        dense, cosines, sines = x.contiguous(), cos[: len(x)].contiguous(), sin[: len(x)].contiguous()
+        assert torch.equal(kernels.rms_norm(x, weight, 1e-5), kernels.rms_norm(dense, weight, 1e-5))
+        assert torch.equal(kernels.rotate(x, cosines, sines), kernels.rotate(dense, cosines, sines))
+    flat = wide.view(12, 720)
+    for x in (flat[:, 100:300], flat[::3, :200], flat[:, ::4]):
+        assert torch.equal(kernels.silu_mul(x), kernels.silu_mul(x.contiguous()))
+
+
+def test_a_row_that_is_no_number_stays_alone(native: Library) -> None:
+    kernels, x = native_kernels(native), drawn(9, 200)
+    functions = (kernels.silu_mul, kernels.gelu_tanh_mul, lambda rows: kernels.rms_norm(rows, torch.ones(200), 1e-5))
+    clean = [function(x) for function in functions]
+    x[4] = float("nan")
+    others = torch.arange(9) != 4
+    for function, before in zip(functions, clean):
+        assert function(x)[4].isnan().all() and torch.equal(function(x)[others], before[others])
+
+
+def test_norms_hold_at_the_ends(native: Library) -> None:
+    """A row of zeros, one whose squares are small, one whose squares nearly overflow."""
+    x, weight = drawn(1, 576).expand(3, 576) * torch.tensor([[0.0], [1e-15], [1e17]]), drawn(576, seed=1)
+    ours = native_kernels(native).rms_norm(x, weight, 1e-6)
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    torch.testing.assert_close(ours, exact.float(), rtol=1e-6, atol=0)
+    assert not ours[0].any()
+
+
 def test_callers_at_once_get_their_own_results(native: Library) -> None:
     weight = packed_floats(native, drawn(960, 576, seed=1))
     x = [drawn(5 + i, 576, seed=i) for i in range(4)]
@@ -193,8 +313,10 @@ def test_callers_at_once_get_their_own_results(native: Library) -> None:
     callers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for caller in callers:
         caller.start()
-    for caller in callers:
-        caller.join()
+    while any(caller.is_alive() for caller in callers):  # another engine's numbers of threads, meanwhile
+        for count in (1, 3, 2):
+            native.c.set_threads(count)
+            time.sleep(0.001)
     assert not wrong
 
 

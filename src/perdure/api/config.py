@@ -115,13 +115,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidValue(f"{name}={getattr(self, name)!r} is not a bool")
         for name, allowed in _CHOICES:
+            if getattr(self, name) is None and name in _OPTIONAL:
+                continue
             if getattr(self, name) not in allowed:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} is none of {', '.join(allowed)}")
         for name in ("attention_backend", "linear_backend"):
             if self.batch_invariant and getattr(self, name) == "plain":
                 raise InvalidValue(f"{name}='plain' is not batch invariant: it needs batch_invariant=False")
+        if self.quantization is not None:
+            self._check_quantization()
         if self.num_pages is not None and self.kv_cache_bytes is not None:
             raise InvalidValue(f"num_pages={self.num_pages} and kv_cache_bytes={self.kv_cache_bytes}: give only one")
+
+    def _check_quantization(self) -> None:
+        """Only the compiled kernels read blocks, and they compute in float32."""
+        for name, fitting in _QUANTIZED:
+            if getattr(self, name) not in fitting:
+                raise InvalidValue(
+                    f"{name}={getattr(self, name)!r} does not go with quantization={self.quantization!r}: "
+                    f"it needs {' or '.join(fitting)}"
+                )
 
     @staticmethod
     def of(**settings: Any) -> EngineConfig:
@@ -159,7 +172,7 @@ _BOOLEANS = (
     "check_integrity",
     "poison_free_pages",
 )
-_OPTIONAL = ("max_model_len", "num_pages", "kv_cache_bytes", "paused_pages", "max_num_waiting")
+_OPTIONAL = ("max_model_len", "num_pages", "kv_cache_bytes", "paused_pages", "quantization", "max_num_waiting")
 _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtype", ("auto", "float32", "bfloat16", "float16")),
     ("device", ("auto", "cpu")),
@@ -168,4 +181,11 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("logprobs_mode", ("raw", "processed")),
     ("attention_backend", ("auto", "native", "tiled", "plain", "reference")),
     ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),
+    ("quantization", ("gguf",)),
 )
+_QUANTIZED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("dtype", ("auto", "float32")),
+    ("load_format", ("auto",)),
+    ("linear_backend", ("auto", "native")),
+)
+"""What fits weights that stay in blocks."""

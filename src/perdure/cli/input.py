@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure import InvalidValue
+from perdure.cli.output import complain
 
 FROM_STDIN = "-"
 
@@ -29,14 +30,20 @@ def piped_line(_prompt: str) -> str:
 
 
 def typed_line(prompt: str) -> str:
-    """A line that somebody types. EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C, both with the line ended."""
+    """A line that somebody types, asked for again if its bytes are no text. EOFError at Ctrl-D, KeyboardInterrupt at
+    Ctrl-C, both with the line ended."""
     with suppress(ImportError):
         import readline  # noqa: F401 - gives `input` editing and history
-    try:
-        return checked(input(prompt), "the line")
-    except (EOFError, KeyboardInterrupt):
-        print()
-        raise
+    while True:
+        try:
+            return checked(input(prompt), "the line")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            raise
+        except UnicodeDecodeError as error:  # a strict stdin; another keeps such bytes, and `checked` finds them
+            complain(f"the line is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; type it again")
+        except InvalidValue as error:
+            complain(f"{error}; type it again")
 
 
 def objects_from(path: Path) -> list[dict[str, Any]]:

@@ -36,6 +36,9 @@ class EngineOptions:
     ] = None
     dtype: Annotated[str, _engine("auto, float32, bfloat16 or float16.")] = _ENGINE.dtype
     load_format: Annotated[str, _engine("auto, or dummy: random weights, drawn from --seed.")] = _ENGINE.load_format
+    quantization: Annotated[
+        str | None, _engine("gguf: keep a GGUF's blocks in memory as they are; without it, they are expanded.")
+    ] = None
     seed: Annotated[int, _engine("What every draw is derived from: another seed, another sample.")] = _ENGINE.seed
     max_model_len: Annotated[int | None, _engine("Longest request in tokens; without it, the model's limit.")] = None
     max_num_seqs: Annotated[int, _engine("Most requests that run together.")] = _ENGINE.max_num_seqs

@@ -150,7 +150,7 @@ def _check_quantization(quantization: str, path: Path, is_gguf: bool, native: Li
     if not is_gguf:
         raise InvalidValue(f"quantization='gguf' keeps the blocks of a GGUF file; {path} is loaded as none")
     if native is None:
-        reason = why_not() or "another form of products was asked for"
+        reason = why_not() or "other products or another type were asked for"
         raise InvalidValue(f"quantization='gguf' needs compiled kernels in float32: {reason}")
 
 

@@ -4,7 +4,8 @@
   numbers of rows measured, far beyond the noise of a busy machine: bits differ between the two forms, and should not
   differ between two starts.
 - Both give a row the same bits in any company, so the choice moves speed alone.
-- What was measured is kept beside the kernels, by their version, torch's and the number of threads.
+- What was settled is kept beside the kernels, by their version, torch's and the number of threads: also that a shape is
+  the kernels' because there was no time left to measure it, or the next start would choose anew.
 
 Shapes: a weight is [n, k].
 """
@@ -30,11 +31,11 @@ ROWS = (1, 16, 256)
 MARGIN = 1.5
 MOST_OUTPUTS = 2048  # of a weight as measured: what comes after looks the same to a product
 REPEATS = 5
-SECONDS = 1.5  # for all shapes together; those left then are the kernels'
+SECONDS = 1.5  # for all shapes together; those left then are the kernels', for good
 
 Shape = tuple[int, ...]
 Ratios = tuple[float, ...]
-"""Time of oneDNN's product over that of the compiled kernels, for each of `ROWS`."""
+"""Time of oneDNN's product over that of the compiled kernels, for each of `ROWS`; none where it was not measured."""
 
 
 class Choice:
@@ -45,20 +46,22 @@ class Choice:
 
     def is_packed(self, shape: Shape) -> bool:
         """Whether oneDNN's product serves this shape."""
-        ratios = self.ratios.get(shape)
-        return ratios is not None and math.prod(ratios) ** (1 / len(ratios)) * MARGIN < 1
+        ratios = self.ratios.get(shape, ())
+        return bool(ratios) and math.prod(ratios) ** (1 / len(ratios)) * MARGIN < 1
 
     def describe(self) -> dict[str, str]:
         """For people: each shape, what serves it, and how it compares."""
         return {" x ".join(map(str, shape)): self._words(shape, ratios) for shape, ratios in self.ratios.items()}
 
     def _words(self, shape: Shape, ratios: Ratios) -> str:
+        if not ratios:
+            return "native (no time was left to measure it)"
         compared = ", ".join(f"{ratio:.2f} at {rows}" for ratio, rows in zip(ratios, ROWS, strict=True))
         return f"{'packed' if self.is_packed(shape) else 'native'} (times packed's speed, by rows: {compared})"
 
 
 def choose(library: Library, shapes: Iterable[Shape], measure: Callable[[Shape], Ratios] | None = None) -> Choice:
-    """The choice for these shapes, measured where it is not known yet."""
+    """The choice for these shapes, measured where none is settled yet. What another process settled meanwhile holds."""
     if not can_pack(torch.device("cpu"), torch.float32):
         return Choice({})
     path = library.folder / f"products-{_key(library)}.json"
@@ -67,13 +70,14 @@ def choose(library: Library, shapes: Iterable[Shape], measure: Callable[[Shape],
     deadline = time.monotonic() + SECONDS
     measured = {}
     for shape in wanted:
-        if shape not in known and time.monotonic() < deadline:
-            ratios = _measure(library, shape) if measure is None else measure(shape)
+        if shape not in known:
+            in_time = time.monotonic() < deadline
+            ratios = (_measure(library, shape) if measure is None else measure(shape)) if in_time else ()
             measured[shape] = tuple(round(ratio, 3) for ratio in ratios)
     if measured:
-        known = {**_read(path), **measured}
+        known = {**measured, **_read(path)}
         _write(path, known)
-    return Choice({shape: known[shape] for shape in wanted if shape in known})
+    return Choice({shape: known[shape] for shape in wanted})
 
 
 def _measure(library: Library, shape: Shape) -> Ratios:
@@ -106,7 +110,7 @@ def _read(path: Path) -> dict[Shape, Ratios]:
         found = {(int(n), int(k)): tuple(float(ratio) for ratio in ratios) for n, k, ratios in entries}
     except (OSError, ValueError, TypeError):
         return {}  # none yet, or damaged: it is measured again
-    return {shape: ratios for shape, ratios in found.items() if len(ratios) == len(ROWS)}
+    return {shape: ratios for shape, ratios in found.items() if len(ratios) in (0, len(ROWS))}
 
 
 def _write(path: Path, ratios: dict[Shape, Ratios]) -> None:

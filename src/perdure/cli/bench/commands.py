@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 SETTINGS = (
     ("model", "model"),
     ("dtype", "dtype"),
+    ("quantization", "quantization"),
     ("threads", "threads"),
     ("batch_invariant", "batch_invariant"),
     ("attention", "attention_backend"),
