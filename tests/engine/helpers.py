@@ -146,6 +146,8 @@ class Brake:
         """Let so many more steps run."""
         with self._changed:
             self._left = after
+            self._is_held = self._is_held and not after
+            self._changed.notify_all()
 
     def wait_until_held(self) -> None:
         """Until a step stands before the brake, and the core knows what came of all before it."""
@@ -180,8 +182,9 @@ class Brake:
 def halted(llm: LLM, brake: Brake, halt: Any) -> tuple[Any, int]:
     """Halt while a step stands before the brake. Returns the call's outcome and how many steps were in flight."""
     inbox, scheduler = llm._engine._inbox, llm._engine._loop.scheduler
+    before = len(inbox._commands)
     call = in_thread(halt)
-    until(lambda: bool(inbox._commands))
+    until(lambda: len(inbox._commands) > before)
     num_in_flight = scheduler.steps_in_flight
     brake.release()
     return call(), num_in_flight
