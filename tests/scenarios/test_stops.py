@@ -157,7 +157,12 @@ def test_s19_T30_a_step_that_gives_tokens_past_the_first_stop_is_cut_there(
     assert stage.stats().num_generated_tokens == count
     stage.device.accepted = {}
     check_equals_solo(call)
-    witness("s19", tokens_of_the_step=len(script) - begins_at, cut=len(script) - count or "nothing", kept=count)
+    witness(
+        "s19-speculation-stop",
+        tokens_of_the_step=len(script) - begins_at,
+        cut=len(script) - count or "nothing",
+        kept=count,
+    )
     stage.check_clean_end()
 
 

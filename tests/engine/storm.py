@@ -1,0 +1,538 @@
+"""Interruption storms over the real engine: whatever happens to a request of the tiny model, it ends as its solo run.
+
+- A hypothesis state machine drives `LLM`'s own engine and threads. Only the loop's turns are given by hand (`ByHand`),
+  so a storm is the same each time: a failure prints its steps, and its seed alone replays it:
+
+      python -m tests.engine.storm --seed 3
+
+- Weights are M's or others of its shape; an epoch's parity says which. A result that several weights computed is
+  compared span by span, so an update can come at any time.
+- An update and its way back with no step between may keep what they like: the result must not show it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from msgspec.structs import replace
+
+from perdure import LLM, Checkpoint, SamplingParams, StateError
+from perdure.api import command as cmd
+from perdure.api import event as ev
+from perdure.api.output import RequestOutput
+from perdure.core.residency import Residency
+from perdure.engine.engine import Engine
+from perdure.engine.handle import Arrivals
+from perdure.engine.prompts import submission
+from perdure.models.tiny import make_tiny_llama
+from tests.engine.helpers import V, check_equal, check_scores_equal, prompt
+
+LENGTHS = (1, 5, 15, 16, 17, 33, 48, 70)
+PROMPTS = {f"{base}/{length}": prompt(70, base)[:length] for base in (1, 2) for length in LENGTHS}
+"""Two families that share their beginnings."""
+SETTINGS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0),
+    "scored": SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+    "urgent": SamplingParams(
+        temperature=0, max_tokens=20, ignore_eos=True, priority=-1, skip_reading_prefix_cache=True
+    ),
+    "drawn": SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=20, ignore_eos=True, logprobs=2),
+    "own seed": SamplingParams(max_tokens=16, ignore_eos=True, logprobs=0, prompt_logprobs=0, priority=1),
+    "stop ids": SamplingParams(max_tokens=24, seed=5, stop_token_ids=list(range(0, V, 12)), min_tokens=3, logprobs=1),
+    "sequences": SamplingParams(max_tokens=24, seed=6, stop_token_sequences=[[i] for i in range(1, V, 20)]),
+    "no output": SamplingParams(max_tokens=0, prompt_logprobs=1),
+}
+LONGEST = 96
+"""Room for the longest prompt and output."""
+MAX_TURNS = 3000
+STORMS_A_SEED = 10
+NUM_STEPS = 40
+
+
+class ByHand:
+    """Turns of an engine's loop happen when a test says so, on its own thread; what was sent before is applied in it.
+
+    Between turns that thread stands still, so the core can be looked at.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._changed = threading.Condition()
+        self._left = 0
+        self._is_open = False
+        self._error: BaseException | None = None
+        self._turn = engine._loop.turn
+        engine._loop.turn = self._gated  # type: ignore[method-assign]
+        engine.ask(cmd.GetStats).result(timeout=60)  # the turn that had begun ends with this
+
+    def turn(self, count: int = 1) -> None:
+        with self._changed:
+            self._left = count
+            self._changed.notify_all()
+            done = self._changed.wait_for(lambda: not self._left or self._error is not None, timeout=60)
+        assert done, "a turn never ended"
+        if self._error is not None:
+            raise AssertionError("the engine died") from self._error
+
+    def let_go(self) -> None:
+        """It turns by itself from now on."""
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+
+    def _gated(self, block: bool) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._left > 0 or self._is_open)
+        if self._is_open:
+            self._turn(block)
+            return
+        try:
+            self._turn(block=False)
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            with self._changed:
+                self._left -= 1
+                self._changed.notify_all()
+
+
+class Truth:
+    """Solo runs, alone, in one chunk, one step at a time, nothing cached; each is made once."""
+
+    def __init__(self, models: tuple[Path, Path]) -> None:
+        self.models = models
+        config: dict[str, Any] = {"steps_in_flight": 1, "enable_prefix_caching": False, "num_pages": 16}
+        self._engines = [LLM(str(model), **config) for model in models]
+        self._known: dict[Any, RequestOutput] = {}
+
+    def of(self, weights: int, ids: list[int], params: SamplingParams, seed: int) -> RequestOutput:
+        key = weights, tuple(ids), repr(params), seed * (params.temperature > 0)
+        if key not in self._known:
+            (self._known[key],) = self._engines[weights].generate([ids], replace(params, seed=seed))
+        return self._known[key]
+
+    def from_there(self, weights: int, ids: list[int], params: SamplingParams, record: ev.Record) -> RequestOutput:
+        """How a request ends that has these tokens already, whoever drew them: as a checkpoint made here."""
+        engine = self._engines[weights]
+        begun = Checkpoint(
+            request_id="begun",
+            status="waiting",
+            params=params,
+            prompt=None,
+            prompt_length=len(ids),
+            max_output=params.max_tokens or 0,
+            seed=record.seed,
+            logprobs_mode="raw",
+            tokens=array("i", ids + record.token_ids).tobytes(),
+            scores=None if record.scores is None else record.scores.pack(),
+            prompt_scores=None if record.prompt_scores is None else record.prompt_scores.pack(),
+            fingerprint=engine._engine.resolved.core.fingerprint,
+            exact=True,
+            num_cached_tokens=0,
+            num_pauses=0,
+            num_evictions=0,
+            num_checkpoints=0,
+            epochs=((0, 0),),
+        )
+        return engine.generate([begun])[0]
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.shutdown()
+
+
+class Traveller:
+    """A request on its way, in the engine it was submitted to. is_free: what may cost it its `exact` has happened."""
+
+    def __init__(self, wanted: cmd.Submit, side: Side, is_free: bool) -> None:
+        self.request = wanted.request
+        self.side = side
+        self.is_free = is_free
+        self.receiver = Arrivals(wanted, self._ended)
+        self.end: ev.Event | None = None
+        self.weights = 0
+        """Those of the engine when it ended."""
+
+    def _ended(self, event: Any) -> None:
+        assert self.end is None, f"two ends of {self.request.request_id}"
+        self.end, self.weights = event, self.side.weights
+
+
+class Side:
+    """One of the two engines, turned by hand."""
+
+    def __init__(self, model: Path, **config: Any) -> None:
+        self.llm = LLM(str(model), max_model_len=LONGEST, check_integrity=True, **config)
+        self.engine = self.llm._engine
+        self.scheduler = self.engine._loop.scheduler
+        self.by_hand = ByHand(self.engine)
+
+    @property
+    def weights(self) -> int:
+        return self.scheduler.weights % 2
+
+    @property
+    def state(self) -> str:
+        return self.scheduler.stats().state
+
+    def answer(self, asked: Future[object]) -> Any:
+        """What comes of an order, turning until it has."""
+        for _ in range(MAX_TURNS):
+            if asked.done():
+                return asked.result()
+            self.by_hand.turn()
+        raise AssertionError(f"an order was not answered in {MAX_TURNS} turns")
+
+    def check_empty(self) -> None:
+        stats = self.scheduler.stats()
+        assert stats.state == "running" and stats.num_free_pages == stats.num_pages
+        assert stats.num_running == stats.num_waiting == stats.num_paused == 0
+        assert not self.scheduler._states and not self.engine._receivers
+
+    def close(self) -> None:
+        self.by_hand.let_go()
+        self.llm.shutdown()
+
+
+HOME = st.fixed_dictionaries(
+    {
+        "steps_in_flight": st.integers(1, 4),
+        "page_size": st.sampled_from([8, 16]),
+        "num_pages": st.sampled_from([12, 14, 20]),
+        "max_num_seqs": st.integers(2, 6),
+        "max_num_batched_tokens": st.sampled_from([5, 24, 64]),
+        "paused_pages": st.sampled_from([0, 4, 8]),
+        "enable_prefix_caching": st.sampled_from([True, True, False]),
+        "admit_beside_paused": st.booleans(),
+        "poison_free_pages": st.booleans(),
+        "seed": st.integers(0, 3),
+    }
+)
+THERE = st.fixed_dictionaries(
+    {
+        "steps_in_flight": st.integers(1, 4),
+        "page_size": st.sampled_from([4, 32]),
+        "max_num_seqs": st.integers(1, 4),
+        "max_num_batched_tokens": st.sampled_from([7, 32]),
+    }
+)
+KV = st.sampled_from(["persist", "offload", "recompute"])
+CACHES = st.sampled_from(["invalidate", "salt", "keep"])
+IN_FLIGHT = st.sampled_from(["recompute", "keep"])
+
+
+class Storm(RuleBasedStateMachine):
+    """Everything happens at `home`; `there` only lets requests go on, with M's weights always."""
+
+    def __init__(self, truth: Truth, marks: Counter[str]) -> None:
+        super().__init__()
+        self.truth = truth
+        self.marks = marks
+        self.sides: list[Side] = []
+        self.travellers: list[Traveller] = []
+        self.may_refuse: set[int] = set()
+        self.saved: list[Checkpoint] = []
+        self.keeps = False
+        self.num_names = 0
+        self.is_judged = True
+
+    @initialize(home=HOME, there=THERE)
+    def begin(self, home: dict[str, Any], there: dict[str, Any]) -> None:
+        self.sides.append(Side(self.truth.models[0], **home))
+        self.sides.append(Side(self.truth.models[0], num_pages=LONGEST // there["page_size"] + 1, **there))
+        self.home, self.there = self.sides
+
+    # Requests
+
+    @rule(which=st.lists(st.tuples(st.sampled_from([*PROMPTS]), st.sampled_from([*SETTINGS])), min_size=1, max_size=4))
+    def submit(self, which: list[tuple[str, str]]) -> None:
+        for ids, params in which:
+            self.num_names += 1
+            self._submit(self.home, PROMPTS[ids], SETTINGS[params], f"request {self.num_names}")
+        self.turn(1)
+
+    def _submit(self, side: Side, given: list[int] | Checkpoint, params: SamplingParams, name: str) -> None:
+        is_free = isinstance(given, Checkpoint) and not (
+            given.exact and (given.fingerprint == side.scheduler.fingerprint or not given.num_output)
+        )
+        wanted = submission(given, params, name, side.engine.ticket(), side.llm.tokenizer, stream=False)
+        traveller = Traveller(wanted, side, is_free)
+        if side.state == "suspended" or name in side.scheduler._live:
+            self.may_refuse.add(id(traveller))
+        self.travellers.append(traveller)
+        side.engine.submit([(wanted, traveller.receiver)])
+
+    @precondition(lambda self: self.travellers)
+    @rule(count=st.integers(1, 8))
+    def turn(self, count: int) -> None:
+        for side in self.sides:
+            side.by_hand.turn(count)
+        self._judge()
+
+    @precondition(lambda self: self.travellers)
+    @rule(number=st.integers(0, 9), turns=st.integers(0, 2))
+    def abort(self, number: int, turns: int) -> None:
+        traveller = self.travellers[number % len(self.travellers)]
+        traveller.side.llm.abort(traveller.request.request_id if number else None)
+        self.turn(1 + turns)
+
+    @precondition(lambda self: self.travellers)
+    @rule(number=st.integers(0, 9), end=st.booleans())
+    def checkpoint(self, number: int, end: bool) -> None:
+        traveller = self.travellers[number % len(self.travellers)]
+        side = traveller.side
+        found = side.answer(side.engine.checkpoint(None, end, traveller.request.ticket))
+        assert isinstance(found, Checkpoint)
+        self.saved.append(Checkpoint.from_bytes(found.to_bytes()))
+        self.marks[f"checkpoint while {found.status}, engine {side.state}"] += 1
+        self._judge()
+
+    @precondition(lambda self: self.saved)
+    @rule(number=st.integers(0, 9), away=st.booleans(), again=st.booleans())
+    def go_on(self, number: int, away: bool, again: bool) -> None:
+        checkpoint = self.saved[number % len(self.saved)]
+        if not again:
+            self.saved.remove(checkpoint)
+        side = self.there if away else self.home
+        self._submit(side, checkpoint, checkpoint.params, str(checkpoint.request_id))
+        self.marks[f"went on {'there' if away else 'here'}"] += checkpoint.num_output > 0
+        self.turn(1)
+
+    # The engine's state
+
+    def _is_busy(self) -> bool:
+        return self.home.scheduler.num_live > 0
+
+    @property
+    def _residency(self) -> Residency:
+        return self.home.scheduler._control._residency
+
+    def _is_halted(self) -> bool:
+        return self.home.state != "running"
+
+    def _order(self, *asked: Future[object]) -> None:
+        for one in asked:
+            self.home.answer(one)
+        self._judge()
+
+    @precondition(_is_busy)
+    @rule(mode=st.sampled_from(["keep", "keep", "wait", "abort"]))
+    def pause(self, mode: cmd.PauseMode) -> None:
+        self.marks[f"pause {mode}"] += 1
+        self._order(self.home.engine.pause(mode))
+
+    @precondition(_is_busy)
+    @rule(kv=KV, weights=st.sampled_from(["keep", "keep", "offload", "drop"]))
+    def suspend(self, kv: cmd.KVMode, weights: cmd.WeightsMode) -> None:
+        if self.home.state != "suspended":
+            self.marks[f"suspended by {kv}"] += self.home.scheduler.stats().num_running > 0
+        self._order(self.home.engine.suspend(kv, weights))
+
+    @precondition(_is_halted)
+    @rule(tags=st.sampled_from([None, None, ["weights"], ["kv"]]))
+    def resume(self, tags: list[cmd.Tag] | None) -> None:
+        residency = self._residency
+        is_legal = self.home.state != "suspended" or residency.weights_loaded or tags == ["weights"]
+        try:
+            self._order(self.home.engine.resume(tags))
+            assert is_legal
+        except StateError:
+            assert not is_legal
+            self.marks["refused orders"] += 1
+
+    @precondition(_is_halted)
+    @rule()
+    def resume_whole(self) -> None:
+        self._resume_whole()
+
+    def _resume_whole(self) -> None:
+        residency = self._residency
+        if residency.weights is not None and not residency.weights_loaded:
+            self._order(self.home.engine.resume(["weights"]))
+        if not residency.weights_loaded:
+            self._order(self._update(0, 2, "invalidate", "recompute"))
+        self._order(self.home.engine.resume(None))
+        assert self.home.state == "running"
+
+    @precondition(lambda self: not self._is_busy() and self.home.scheduler.stats().num_steps > 0)
+    @rule()
+    def reset(self) -> None:
+        is_legal = self.home.state != "suspended"
+        try:
+            self._order(self.home.engine.ask(cmd.Reset))
+            assert is_legal
+            self.marks["reset"] += 1
+        except StateError:
+            assert not is_legal
+            self.marks["refused orders"] += 1
+
+    @precondition(lambda self: bool(self.home.scheduler._prefix._page_of))
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self._order(self.home.engine.ask(cmd.ResetPrefixCache))
+
+    # Weights
+
+    def _update(self, weights: int, age: int, cache: cmd.CachePolicy, in_flight: cmd.InFlightPolicy) -> Future[object]:
+        """To weights of this parity, under one of the numbers that name them."""
+        model = str(self.truth.models[weights])
+        return self.home.engine.update_weights(model, weights + 2 * age, cache, in_flight)
+
+    def _may_update(self) -> bool:
+        return self._residency.weights is None
+
+    @precondition(lambda self: self._is_busy() and self._may_update())
+    @rule(weights=st.integers(0, 1), age=st.integers(0, 2), salt=st.booleans())
+    def update(self, weights: int, age: int, salt: bool) -> None:
+        """It may be the same weights once more, if the cache does not tell them apart by their number."""
+        salt = salt and weights + 2 * age != self.home.scheduler.weights
+        self.marks["updates"] += 1
+        self._order(self._update(weights, age, "salt" if salt else "invalidate", "recompute"))
+
+    @precondition(lambda self: self._is_busy() and self._may_update() and self._residency.weights_loaded)
+    @rule(cache=CACHES, in_flight=IN_FLIGHT)
+    def update_and_back(self, cache: cmd.CachePolicy, in_flight: cmd.InFlightPolicy) -> None:
+        """Both orders are there before either is carried out: no step comes between."""
+        now = self.home.scheduler.weights
+        self.keeps = self.keeps or "keep" in (cache, in_flight)
+        self.marks["updates and back"] += 1
+        there, back = self._update(1 - now % 2, 3, cache, in_flight), self._update(now % 2, now // 2, cache, in_flight)
+        self._order(there, back)
+        assert self.home.scheduler.weights == now
+
+    @precondition(_is_busy)
+    @rule(age=st.integers(0, 2))
+    def move_epoch(self, age: int) -> None:
+        self._order(self.home.engine.update_weights(None, self.home.weights + 2 * age, "invalidate", "recompute"))
+
+    # Judging
+
+    def _judge(self) -> None:
+        """Everybody who has ended by now."""
+        self.is_judged = False
+        for traveller in [one for one in self.travellers if one.end is not None]:
+            self.travellers.remove(traveller)
+            match traveller.end:
+                case ev.Refused():
+                    assert id(traveller) in self.may_refuse, traveller.end
+                    self.marks["refused requests"] += 1
+                case ev.Ended(_, record):
+                    self._judge_one(traveller, record)
+                case other:
+                    raise AssertionError(other)
+        self.is_judged = True
+
+    def _judge_one(self, traveller: Traveller, record: ev.Record) -> None:
+        request = traveller.request
+        ids, params = list(request.prompt_token_ids), request.params
+        output = traveller.side.llm._result(traveller.receiver, traveller.end)
+        one = output.outputs[0]
+        assert output.error is None and one.finish_reason in ("stop", "length", "abort")
+        assert record.exact or self.keeps or traveller.is_free, "nothing has happened that is not exact"
+        count = len(one.token_ids)
+        assert count or not one.weight_epochs
+        firsts = [first for first, _ in one.weight_epochs]
+        weights = [epoch % 2 for _, epoch in one.weight_epochs] or [traveller.weights]
+        truth = self.truth.of(weights[0], ids, params, record.seed)
+        bounds = [*firsts, count] if firsts else [0, 0]
+        for (first, end), own, before in zip(pairwise(bounds), weights, [None, *weights], strict=False):
+            if before is not None and own != before:
+                known = replace(record, token_ids=record.token_ids[:first])
+                if record.scores is not None:
+                    known = replace(known, scores=record.scores.cut(0, first))
+                truth = self.truth.from_there(own, ids, params, known)
+                self.marks["results of several weights"] += 1
+            now = truth.outputs[0]
+            assert one.token_ids[:end] == now.token_ids[:end]
+            if one.logprobs is not None and now.logprobs is not None:
+                check_scores_equal(one.logprobs.cut(first, end), now.logprobs.cut(first, end))
+        self.marks[one.finish_reason or ""] += 1
+        if one.finish_reason != "abort":
+            check_equal(output, replace(truth, prompt_logprobs=output.prompt_logprobs))
+        truth = self.truth.of(weights[0], ids, params, record.seed)
+        scored, whole = output.prompt_logprobs, truth.prompt_logprobs
+        assert (scored is None) == (whole is None)
+        if scored is not None and whole is not None:
+            num_scored = scored.num_scored if one.finish_reason == "abort" else len(ids) - 1
+            check_scores_equal(scored.cut(0, scored.num_scored), whole.cut(0, num_scored))
+
+    def teardown(self) -> None:
+        try:
+            if self.sides and self.is_judged:
+                self._finish()
+        finally:
+            for side in self.sides:
+                side.close()
+
+    def _finish(self) -> None:
+        """All that are left end, and nothing is kept of anything."""
+        self._resume_whole()
+        for _ in range(MAX_TURNS):
+            if not self.travellers:
+                break
+            self.turn(1)
+        assert not self.travellers, "requests never end: a live-lock"
+        self.turn(self.home.engine._loop.steps_in_flight)
+        for side in self.sides:
+            side.check_empty()
+            stats = side.scheduler.stats()
+            for name in ("num_evictions", "num_pauses", "num_cached_tokens", "num_steps"):
+                self.marks[name] += getattr(stats, name)
+        self.marks["storms"] += 1
+        self.marks[f"depth {self.home.engine._loop.steps_in_flight}"] += 1
+
+
+def run_storms(number: int, truth: Truth, marks: Counter[str], shrink: bool = False) -> None:
+    """The storms of this seed; the first failure says how to replay it."""
+    factory: Callable[[], Storm] = seed(number)(lambda: Storm(truth, marks))
+    try:
+        run_state_machine_as_test(
+            factory,
+            settings=settings(
+                max_examples=STORMS_A_SEED,
+                stateful_step_count=NUM_STEPS,
+                derandomize=False,
+                database=None,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+                phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+            ),
+        )
+    except BaseException as error:
+        error.add_note(f"replay: python -m tests.engine.storm --seed {number}")
+        raise
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1, help="of seeds")
+    parser.add_argument("--shrink", action="store_true", help="look for the shortest failing storm, for minutes")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    marks: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as directory:
+        truth = Truth((make_tiny_llama(Path(directory) / "0", seed=0), make_tiny_llama(Path(directory) / "1", seed=1)))
+        for number in range(args.seed, args.seed + args.count):
+            run_storms(number, truth, marks, args.shrink)
+        truth.close()
+    for name, number in sorted(marks.items()):
+        print(f"  {name}: {number}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
