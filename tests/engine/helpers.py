@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 from array import array
@@ -251,17 +252,12 @@ class PoolWatch:
     @property
     def resident_bytes(self) -> int:
         """Of the pool's range of addresses, what the process has memory for."""
-        begin, end = self.address, self.address + self._kv.num_bytes
-        total = 0
-        inside = False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            head = line.split(maxsplit=1)[0]
-            if "-" in head and not head.endswith(":"):
-                low, high = (int(part, 16) for part in head.split("-"))
-                inside = low < end and high > begin
-            elif inside and head == "Rss:":
-                total += int(line.split()[1]) * 1024
-        return total
+        size = os.sysconf("SC_PAGE_SIZE")
+        first, end = self.address // size, -(-(self.address + self._kv.num_bytes) // size)
+        with open("/proc/self/pagemap", "rb") as file:
+            file.seek(8 * first)
+            entries = array("Q", file.read(8 * (end - first)))
+        return size * sum(entry >> 63 for entry in entries)
 
     def pages(self, pages: Sequence[int]) -> dict[int, bytes]:
         """Their bytes."""
