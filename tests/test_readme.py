@@ -1,18 +1,19 @@
-"""The README's tour runs as it stands there."""
+"""The README's tour and the examples of docs/sampling.md run as they stand there."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "sampling.md"]
+BLOCKS = [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_the_tour_runs(number: int, smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
-    exec(compile(BLOCKS[number], f"README.md, block {number}", "exec"), names)
+    exec(compile(BLOCKS[number], f"block {number}", "exec"), names)
     shown = capsys.readouterr().out
     assert shown.strip()
     if "capital of France" in BLOCKS[number]:

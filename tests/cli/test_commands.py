@@ -64,6 +64,28 @@ def test_generate_stops_at_a_string(perdure, tiny, expected):
     assert json.loads(done.out) | {"finish_reason": "stop", "stop_reason": stop, "text": before} == json.loads(done.out)
 
 
+def test_generate_with_penalties_bias_and_bad_words(perdure, tiny):
+    """The command line's settings are the library's."""
+    options = ["--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "1"]
+    options += ["--logit-bias", "65=-100", "--logit-bias", "66=2.5", "--bad-word", "th", "--bad-word", "e"]
+    greedy = ["--temperature", "0", "--max-tokens", "12", "--json"]
+    done = perdure("generate", "Once", "--model", str(tiny), *greedy, *options)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=12,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=1.0,
+        logit_bias={65: -100, 66: 2.5},
+        bad_words=["th", "e"],
+    )
+    with LLM(str(tiny)) as llm:
+        truth = llm.generate("Once", params)[0].outputs[0].token_ids
+    assert json.loads(done.out)["token_ids"] == truth
+    plain = perdure("generate", "Once", "--model", str(tiny), *greedy)
+    assert json.loads(plain.out)["token_ids"] != truth
+
+
 def test_generate_chat_uses_the_template(perdure, tiny):
     with LLM(str(tiny)) as llm:
         [result] = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=12))

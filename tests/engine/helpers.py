@@ -83,11 +83,11 @@ def check_scores_equal(one: TokenScores | None, two: TokenScores | None) -> None
         assert same, f"{name} differs"
 
 
-def whole_rows(scores: TokenScores | None) -> torch.Tensor:
-    """Scores asked with -1, as [entries, V] in order of id."""
-    assert scores is not None and set(scores.num_top) == {V}
-    ids = torch.tensor(scores.top_ids).view(-1, V)
-    values = torch.tensor(scores.top_scores).view(-1, V)
+def whole_rows(scores: TokenScores | None, size: int = V) -> torch.Tensor:
+    """Scores asked with -1, as [entries, size] in order of id."""
+    assert scores is not None and set(scores.num_top) == {size}
+    ids = torch.tensor(scores.top_ids).view(-1, size)
+    values = torch.tensor(scores.top_scores).view(-1, size)
     return torch.empty_like(values).scatter_(1, ids, values)
 
 

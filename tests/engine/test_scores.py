@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perdure import LLM, SamplingParams
+from perdure import LLM, InvalidValue, SamplingParams
 from perdure.api.output import RequestOutput
 from perdure.models.base import Attend, Model, ModelConfig
-from tests.engine.conftest import MakeLLM, Solo
+from tests.engine.conftest import MakeAsync, MakeLLM, Solo
 from tests.engine.helpers import (
     V,
     check_equal,
@@ -22,6 +22,7 @@ from tests.engine.helpers import (
     check_scores_equal,
     in_thread,
     prompt,
+    run_async,
     settings,
     whole_rows,
 )
@@ -197,6 +198,30 @@ def test_T41_scoring_only_gives_the_same_scores(make_llm: MakeLLM, solo: Solo) -
     (tail,) = llm.logprobs([ids[:40]], [ids[40:]])
     assert truth.prompt_logprobs is not None
     check_scores_equal(tail.outputs[0].logprobs, truth.prompt_logprobs.cut(39, 64))
+
+
+def test_logprobs_of_both_faces_are_the_same(make_llm: MakeLLM, make_async: MakeAsync) -> None:
+    """Prompts alone and with continuations; what is refused stands in its place, and is raised where it is alone."""
+    llm = make_llm()
+    prompts: list[list[int]] = [prompt(20), [], prompt(30)]
+    tails: list[list[int]] = [prompt(5), prompt(6), []]
+
+    async def main() -> None:
+        other = make_async()
+        for given in (None, tails):
+            for one, two in zip(llm.logprobs(prompts, given), await other.logprobs(prompts, given)):
+                assert str(one.error) == str(two.error)
+                check_scores_equal(one.prompt_logprobs, two.prompt_logprobs)
+                check_scores_equal(one.outputs[0].logprobs, two.outputs[0].logprobs)
+                assert one.outputs[0].token_ids == two.outputs[0].token_ids
+        (bare,) = await other.logprobs("The text", " goes on")
+        assert bare.outputs[0].selected_logprobs == llm.logprobs("The text", " goes on")[0].outputs[0].selected_logprobs
+        with pytest.raises(InvalidValue, match="not a token id"):
+            await other.logprobs({"prompt_token_ids": [V]})
+        with pytest.raises(InvalidValue, match="continuations has 1 entries for 3 prompts"):
+            await other.logprobs(prompts, tails[:1])
+
+    run_async(main())
 
 
 def test_T40_each_request_gets_what_it_asked_for(make_llm: MakeLLM, solo: Solo) -> None:

@@ -23,8 +23,8 @@ def _engine(text: str) -> Any:
     return typer.Option(help=text, rich_help_panel="Engine")
 
 
-def _sampling(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel="Sampling", show_default=False)
+def _sampling(text: str, *names: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Sampling", show_default=False, metavar=metavar)
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,25 @@ class SamplingOptions:
     top_k: Annotated[int | None, _sampling("Draw from the k best.")] = None
     top_p: Annotated[float | None, _sampling("Draw from the best that have this mass.")] = None
     min_p: Annotated[float | None, _sampling("Least probability, as a part of the best.")] = None
+    repetition_penalty: Annotated[float | None, _sampling("Above 1: ids of prompt and output become less likely.")] = (
+        None
+    )
+    presence_penalty: Annotated[float | None, _sampling("Taken off each id that the output has; -2 to 2.")] = None
+    frequency_penalty: Annotated[float | None, _sampling("The same for each time it has it; -2 to 2.")] = None
+    logit_bias: Annotated[
+        list[str] | None, _sampling("Add to an id's logit; may be repeated.", "--logit-bias", metavar="ID=X")
+    ] = None
+    bad_words: Annotated[
+        list[str] | None, _sampling("A word never to say; may be repeated.", "--bad-word", metavar="TEXT")
+    ] = None
     stop: Annotated[list[str] | None, _sampling("Stop before this text; may be repeated.")] = None
     ignore_eos: Annotated[bool, _sampling("Go on after the model's end.", "--ignore-eos")] = False
 
     def params(self, **others: Any) -> SamplingParams:
         """Settings of a request; what the user gave goes before `others`."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = dict(_bias_from(one) for one in self.logit_bias)
         return SamplingParams(**(others | given))
 
 
@@ -104,6 +117,15 @@ def spelled_out(command: Callable[..., None]) -> Callable[..., None]:
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
     return run
+
+
+def _bias_from(given: str) -> tuple[str, float]:
+    """ID=X as typed."""
+    token, _, value = given.partition("=")
+    try:
+        return token.strip(), float(value)
+    except ValueError:
+        raise InvalidValue(f"--logit-bias: {given[:40]!r} is not ID=X, as in 42=-1.5") from None
 
 
 def ids_from(given: str) -> list[int]:

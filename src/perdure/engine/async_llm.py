@@ -22,8 +22,9 @@ from perdure.api.sampling import SamplingParams
 from perdure.engine.chat_template import Messages, Tools
 from perdure.engine.conversation import laid_out
 from perdure.engine.engine import Engine
-from perdure.engine.handle import Arrivals
+from perdure.engine.handle import REFUSALS, Arrivals, refused_output
 from perdure.engine.prompts import Prompt, params_for, submission
+from perdure.engine.scoring import SCORING, Scoring
 from perdure.engine.text import StreamBuilder, build_output
 from perdure.engine.tokenizer import Tokenizer
 from perdure.models.weight_set import Source
@@ -178,6 +179,19 @@ class AsyncLLM:
             handle.abort()
             raise
 
+    async def logprobs(
+        self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt] | None = None
+    ) -> list[RequestOutput]:
+        """Score without generating (`LLM.logprobs`). Cancelling the call aborts its requests."""
+        scoring = Scoring(prompts, continuations, self.tokenizer)
+        handles = [self.submit(prompt, SCORING) for prompt in scoring.prompts]
+        try:
+            return scoring.shown([await _result_of(handle, scoring.bare) for handle in handles])
+        except asyncio.CancelledError:
+            for handle in handles:
+                handle.abort()
+            raise
+
     async def abort(self, request_ids: RequestId | list[RequestId] | None = None) -> None:
         """End live requests with what they have; None = all."""
         self._engine.abort(request_ids)
@@ -251,6 +265,16 @@ async def _checkpoint(future: Future[object]) -> Checkpoint:
     found = await _wrapped(future)
     assert isinstance(found, Checkpoint)
     return found
+
+
+async def _result_of(handle: Handle, bare: bool) -> RequestOutput:
+    """A refused request's error stands in its result, unless it was the only one."""
+    try:
+        return await handle
+    except REFUSALS as error:
+        if bare:
+            raise
+        return refused_output(handle.request_id, SCORING, error)
 
 
 async def _wrapped(future: Future[object]) -> object:

@@ -10,13 +10,16 @@ from msgspec.structs import replace
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.checkpoint import Timing
-from perdure.api.errors import PerdureError
+from perdure.api.errors import InvalidValue, PerdureError, QueueFull, StateError
 from perdure.api.event import Event
 from perdure.api.moment import RequestEvent
 from perdure.api.output import CompletionOutput, RequestMetrics, RequestOutput
 from perdure.api.request import RequestId
 from perdure.api.sampling import SamplingParams
 from perdure.api.scores import TokenScores
+
+REFUSALS = (InvalidValue, StateError, QueueFull)
+"""Errors of a request that was never admitted."""
 
 
 class Arrivals:

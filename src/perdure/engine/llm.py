@@ -9,30 +9,26 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from msgspec.structs import replace
-
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import EngineConfig
-from perdure.api.errors import InvalidValue, PerdureError, QueueFull, StateError
+from perdure.api.errors import InvalidValue, PerdureError
 from perdure.api.event import Event
 from perdure.api.output import RequestOutput, Stats
 from perdure.api.request import RequestId
 from perdure.api.sampling import SamplingParams
 from perdure.engine.conversation import laid_out
 from perdure.engine.engine import Engine
-from perdure.engine.handle import Arrivals, refused_output
+from perdure.engine.handle import REFUSALS, Arrivals, refused_output
 from perdure.engine.progress import follow
-from perdure.engine.prompts import Prompt, as_batch, params_for, submission, token_ids_of
+from perdure.engine.prompts import Prompt, as_batch, params_for, submission
+from perdure.engine.scoring import SCORING, Scoring
 from perdure.engine.text import build_output
 from perdure.engine.tokenizer import Tokenizer
 from perdure.models.weight_set import Source
 
 Conversation = Sequence[Mapping[str, Any]]
-
-REFUSALS = (InvalidValue, StateError, QueueFull)
-"""Errors of a request that was never admitted."""
 
 
 class Call:
@@ -131,51 +127,8 @@ class LLM:
         With continuations, one a prompt, these are scored instead, each given its prompt: they stand in `outputs[0]`
         as if they had been generated. Refusals are as in `generate`.
         """
-        batch, bare = as_batch(prompts)
-        tails = self._continuations(len(batch), continuations)
-        whole = [self._joined(prompt, tail) for prompt, tail in zip(batch, tails, strict=True)]
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
-        results = self.generate(whole[0] if bare else whole, params)
-        if continuations is None:
-            return results
-        return [self._continued(*one) for one in zip(results, whole, tails, strict=True)]
-
-    def _joined(self, prompt: Prompt, tail: list[int]) -> Prompt:
-        """A prompt that is wrong in itself stays as it is: it becomes its own refusal."""
-        try:
-            head = token_ids_of(prompt, self.tokenizer)[0]
-        except InvalidValue:
-            if isinstance(prompt, Checkpoint):
-                raise
-            return prompt
-        return {"prompt_token_ids": head + tail if head else []}
-
-    def _continued(self, result: RequestOutput, whole: Prompt, tail: list[int]) -> RequestOutput:
-        """The scores of a prompt's last tokens as those of an output: of as many as were scored before it ended."""
-        found = result.prompt_logprobs
-        if found is None or result.error is not None:
-            return result
-        assert isinstance(whole, Mapping)
-        first, num_scored = len(whole["prompt_token_ids"]) - len(tail) - 1, found.num_scored
-        scores = found.cut(min(first, num_scored), num_scored)
-        scores.spell = found.spell
-        token_ids = tail[: scores.num_scored]
-        text = "" if self.tokenizer is None else self.tokenizer.decode(token_ids)
-        output = replace(result.outputs[0], text=text, token_ids=token_ids, logprobs=scores)
-        return replace(result, outputs=[output], prompt_logprobs=None)
-
-    def _continuations(self, count: int, given: Prompt | Sequence[Prompt] | None) -> list[list[int]]:
-        if given is None:
-            return [[] for _ in range(count)]
-        batch, _ = as_batch(given)
-        if len(batch) != count:
-            raise InvalidValue(f"continuations has {len(batch)} entries for {count} prompts")
-        return [
-            self.tokenizer.encode(one, add_special_tokens=False)
-            if isinstance(one, str) and self.tokenizer is not None
-            else token_ids_of(one, self.tokenizer)[0]
-            for one in batch
-        ]
+        scoring = Scoring(prompts, continuations, self.tokenizer)
+        return scoring.shown(self.generate(scoring.prompts[0] if scoring.bare else scoring.prompts, SCORING))
 
     def _ids_for(self, prompts: list[Prompt], given: RequestId | Sequence[RequestId | None] | None) -> list[RequestId]:
         if given is None:
