@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 from array import array
@@ -146,6 +147,8 @@ class Brake:
         """Let so many more steps run."""
         with self._changed:
             self._left = after
+            self._is_held = self._is_held and not after
+            self._changed.notify_all()
 
     def wait_until_held(self) -> None:
         """Until a step stands before the brake, and the core knows what came of all before it."""
@@ -180,8 +183,9 @@ class Brake:
 def halted(llm: LLM, brake: Brake, halt: Any) -> tuple[Any, int]:
     """Halt while a step stands before the brake. Returns the call's outcome and how many steps were in flight."""
     inbox, scheduler = llm._engine._inbox, llm._engine._loop.scheduler
+    before = len(inbox._commands)
     call = in_thread(halt)
-    until(lambda: bool(inbox._commands))
+    until(lambda: len(inbox._commands) > before)
     num_in_flight = scheduler.steps_in_flight
     brake.release()
     return call(), num_in_flight
@@ -248,17 +252,12 @@ class PoolWatch:
     @property
     def resident_bytes(self) -> int:
         """Of the pool's range of addresses, what the process has memory for."""
-        begin, end = self.address, self.address + self._kv.num_bytes
-        total = 0
-        inside = False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            head = line.split(maxsplit=1)[0]
-            if "-" in head and not head.endswith(":"):
-                low, high = (int(part, 16) for part in head.split("-"))
-                inside = low < end and high > begin
-            elif inside and head == "Rss:":
-                total += int(line.split()[1]) * 1024
-        return total
+        size = os.sysconf("SC_PAGE_SIZE")
+        first, end = self.address // size, -(-(self.address + self._kv.num_bytes) // size)
+        with open("/proc/self/pagemap", "rb") as file:
+            file.seek(8 * first)
+            entries = array("Q", file.read(8 * (end - first)))
+        return size * sum(entry >> 63 for entry in entries)
 
     def pages(self, pages: Sequence[int]) -> dict[int, bytes]:
         """Their bytes."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from perdure import LLM, Checkpoint, InvalidValue, SamplingParams
 from perdure.api.output import RequestOutput
@@ -246,6 +247,29 @@ def test_a_fingerprint_tells_weights_and_threads_apart(tiny: Path, tmp_path: Pat
     assert pages[0] == pages[1] == pages[2] != pages[3]  # 128 is a tile of its own
 
 
+def test_a_checkpoint_knows_the_weights_of_its_time(tiny: Path, tmp_path: Path, make_llm: MakeLLM, solo: Solo) -> None:
+    """Taken under weights 1, it goes on under weights 2 with both epochs and exact=False; back under 1, exactly."""
+    other, params = make_tiny_llama(tmp_path / "other", seed=1), MODES["greedy"]
+    llm, strict = make_llm(), make_llm(on_mismatch="refuse")
+    found, _ = taken(llm, X, params, 9, end=True)
+    llm.update_weights(other, epoch=5)
+    (mixed,) = llm.generate(found)
+    assert mixed.error is None and not mixed.exact
+    assert mixed.outputs[0].weight_epochs == [(0, 0), (found.num_output, 5)]
+    mixed_again, _ = taken(llm, X, params, 9, end=True)
+    assert mixed_again.epochs == ((0, 5),) and mixed_again.fingerprint.weights != found.fingerprint.weights
+    strict.update_weights(other)
+    with pytest.raises(InvalidValue, match="on_mismatch='refuse': weights: "):
+        strict.generate(found)
+    strict.update_weights(tiny)
+    llm.update_weights(tiny, epoch=7)
+    for back in (llm, strict):
+        (output,) = back.generate(found)
+        check_equal(output, solo(X, params))
+        assert output.exact and output.outputs[0].weight_epochs[0] == (0, 0)
+    witness("checkpoint-weights", epochs_of_the_mixed=[epoch for _, epoch in mixed.outputs[0].weight_epochs])
+
+
 def test_misuse_is_refused_by_name(make_llm: MakeLLM) -> None:
     llm = make_llm()
     found, _ = taken(llm, X, MODES["greedy"], 9, end=True)
@@ -271,11 +295,15 @@ def test_misuse_is_refused_by_name(make_llm: MakeLLM) -> None:
 
 
 def test_a_checkpoint_s_own_id_meets_no_made_up_one(make_llm: MakeLLM) -> None:
-    """Ids that engines make up differ between engines, so nobody's prompt is refused for a guest's name."""
-    first, second = make_llm(), make_llm()
-    names = [output.request_id for output in first.generate([X, X], settings(max_tokens=1))]
-    names += [output.request_id for output in second.generate([X, X], settings(max_tokens=1))]
-    assert len({*names}) == 4
+    """A guest brings a name that its own engine made up, even the one its host would give next: nobody is refused."""
+    host = make_llm()
+    assert [output.request_id for output in host.generate([X, X], settings(max_tokens=1))] == ["request-0", "request-1"]
+    found, _ = taken(make_llm(), X, MODES["greedy"], 9, end=True)
+    for number in (2, 7):
+        guest = replace(found, request_id=f"request-{number}")
+        outputs = host.generate([X, guest, X], settings(max_tokens=1))
+        assert [output.error for output in outputs] == [None] * 3
+        assert [output.request_id for output in outputs] == [f"request-{number + n}" for n in (1, 0, 2)]
 
 
 def test_a_checkpoint_of_4000_tokens_is_small_and_quick(tmp_path: Path, one_thread: None) -> None:

@@ -101,7 +101,7 @@ def test_s01_a_result_whose_caller_did_not_ask_holds_nothing_of_the_prompt(
         (output,) = call()
     reason = output.outputs[0].finish_reason
     assert reason == ("length" if ending == "checkpoint" else ending)
-    witness("s01", num_ids=len(ids_of(output)), ending=ending)
+    witness("s01-hidden-prompt", num_ids=len(ids_of(output)), ending=ending)
     if asked == "no":
         assert output.prompt is None and output.prompt_token_ids is None and not shows(output, ids, text)
     else:
@@ -152,7 +152,7 @@ def test_s02_a_checkpoint_that_cannot_be_made_leaves_the_live_request_whole(
     assert kept == [True]
     (output,) = call()
     check_equal(output, solo(prompt(20), params))
-    witness("s02", refused=len(kept), tokens=len(ids_of(output)))
+    witness("s02-serialize-fault", refused=len(kept), tokens=len(ids_of(output)))
 
 
 def test_s02_a_file_that_cannot_be_written_costs_nothing(make_llm: MakeLLM, solo: Solo, monkeypatch: Any) -> None:
@@ -168,7 +168,7 @@ def test_s02_a_file_that_cannot_be_written_costs_nothing(make_llm: MakeLLM, solo
             found.to_bytes()
     (output,) = llm.generate(Checkpoint.from_bytes(found.to_bytes()))
     check_equal(output, solo(prompt(20), params))
-    witness("s02", tokens_before=found.num_output)
+    witness("s02-serialize-fault", tokens_before=found.num_output)
 
 
 # s03, s04, s05, s18: what goes through a checkpoint
@@ -189,7 +189,7 @@ def test_s03_budget_5_checkpoint_after_2_leaves_3(make_llm: MakeLLM, solo: Solo)
         check_equal(again, truth)
         assert found.to_bytes() == data
     check_equal(first, truth)
-    witness("s03", tokens_before=found.num_output, tokens_left=found.num_remaining)
+    witness("s03-checkpoint-settings", tokens_before=found.num_output, tokens_left=found.num_remaining)
 
 
 def test_s04_three_checkpoints_in_a_row_hold_no_more_than_none(make_llm: MakeLLM, solo: Solo) -> None:
@@ -216,7 +216,12 @@ def test_s04_three_checkpoints_in_a_row_hold_no_more_than_none(make_llm: MakeLLM
     assert output.metrics is not None and output.metrics.num_checkpoints == 3
     events = found.timing.events
     assert sizes[2] - sizes[0] < 40 * len(events), "what it holds grows by its events only"
-    witness("s04", num_checkpoints=output.metrics.num_checkpoints, pages=num_pages, bytes_of_three=sizes[2])
+    witness(
+        "s04-checkpoint-memory",
+        num_checkpoints=output.metrics.num_checkpoints,
+        pages=num_pages,
+        bytes_of_three=sizes[2],
+    )
 
 
 TEXT = "Repeat: 😀🌍世界你好. Again: 😀🌍"
@@ -251,7 +256,7 @@ def test_s05_text_over_checkpoints_is_one_decode(smollm2: LLM) -> None:
     broken = [c.num_output for c in chain if decode(ids[: c.num_output]) + decode(ids[c.num_output :]) != decode(ids)]
     check_equal(output, whole)
     assert output.outputs[0].text == decode(ids)
-    witness("s05", cuts_inside_a_character=broken, num_checkpoints=len(chain))
+    witness("s05-checkpoint-text", cuts_inside_a_character=broken, num_checkpoints=len(chain))
 
 
 @pytest.mark.parametrize("strip", [False, True], ids=["kept", "stripped"])
@@ -272,7 +277,12 @@ def test_T32_s18_a_stop_completed_over_checkpoints_is_found(kind: str, strip: bo
         check_equal(output, whole)
         completion = output.outputs[0]
         assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
-        witness("s18", num_checkpoints=len(chain), kept_ids=len(completion.token_ids), stop_completed_at=end)
+        witness(
+            "s18-stop-across-checkpoint",
+            num_checkpoints=len(chain),
+            kept_ids=len(completion.token_ids),
+            stop_completed_at=end,
+        )
 
 
 # s08 to s11: admission and whose failures are whose
@@ -290,7 +300,7 @@ def test_s08_omitted_settings_are_fresh_defaults_one_object_a_request(make_llm: 
     scheduler._submit = noted  # type: ignore[method-assign]
     llm.generate([prompt(250), prompt(251)])
     assert seen == [SamplingParams()] * 2 and seen[0] is not seen[1]
-    witness("s08", num_objects=len({id(one) for one in seen}))
+    witness("s08-default-sampling", num_objects=len({id(one) for one in seen}))
 
 
 @DEPTHS
@@ -326,7 +336,7 @@ def test_s09_a_second_live_id_is_refused_before_either_is_touched(
         scheduler._submit = submit  # type: ignore[method-assign]
         assert kept == [True, True]
         check_reference(await first, prompt(20), reference)
-        witness("s09", num_refused=len(kept))
+        witness("s09-duplicate-id", num_refused=len(kept))
 
     run_async(main(make_async(steps_in_flight=depth)))
 
@@ -346,7 +356,7 @@ def test_s10_a_call_of_only_invalid_requests_returns_every_failure_without_a_for
     assert all(isinstance(output.error, InvalidValue) and ids_of(output) == [] for output in outputs)
     stats = llm.stats()
     assert stats.num_steps == stats.num_requests == 0
-    witness("s10", num_failures=len(outputs))
+    witness("s10-all-invalid", num_failures=len(outputs))
 
 
 def test_s11_a_call_returns_its_own_failures_and_nobody_else_s(make_llm: MakeLLM, solo: Solo) -> None:
@@ -363,7 +373,7 @@ def test_s11_a_call_returns_its_own_failures_and_nobody_else_s(make_llm: MakeLLM
         check_equal(first, solo(prompt(9, n), settings()))
         check_equal(second, solo(prompt(12, n), settings()))
         assert "empty" in str(empty.error) and f"={600 + n} is not a token id" in str(wrong.error)
-        witness("s11", num_own_failures=2)
+        witness("s11-failure-ownership", num_own_failures=2)
 
 
 # s20 to s22: scores of what stays, and of nothing else
@@ -392,7 +402,7 @@ def test_s20_a_stripped_step_leaves_no_score(depth: int, kind: str, make_async: 
         assert parts[-1].token_ids == [] and parts[-1].logprobs is not None and len(parts[-1].logprobs) == 0
         assert [token for part in parts for token in part.token_ids] == completion.token_ids
         assert [entry for part in parts for entry in part.logprobs or ()] == list(completion.logprobs)
-        witness("s20", num_kept=num_kept, num_parts=len(parts), stripped=at + 1 - num_kept)
+        witness("s20-stripped-step", num_kept=num_kept, num_parts=len(parts), stripped=at + 1 - num_kept)
 
     run_async(main(make_async(steps_in_flight=depth)))
 
@@ -428,7 +438,11 @@ def test_s21_a_partial_chunk_scores_the_known_next_token_and_draws_none(
     assert [plan.targets for plan, _ in chunks] == [ids[1:17], ids[17:33], ids[33:40]]
     assert [made.prompt_records.position for _, made in chunks[:2]] == [list(range(1, 17)), list(range(17, 33))]
     check_equal(output, solo(ids, params))
-    witness("s21", chunk_lengths=[plan.length[0] for plan, _ in chunks], scored_ahead=chunks[0][0].targets[-1])
+    witness(
+        "s21-partial-prefill-score",
+        chunk_lengths=[plan.length[0] for plan, _ in chunks],
+        scored_ahead=chunks[0][0].targets[-1],
+    )
 
 
 @DEPTHS
@@ -444,4 +458,44 @@ def test_s22_skipped_prompt_scores_leave_no_row(depth: int, make_llm: MakeLLM, s
     assert output.prompt_logprobs is None and scores is not None
     assert len(scores) == 4 and all(count in (3, 4) for count in scores.num_top)
     check_equal(output, solo(ids, params))
-    witness("s22", num_steps=len(steps.seen), num_output_rows=len(scores))
+    witness("s22-hidden-row", num_steps=len(steps.seen), num_output_rows=len(scores))
+
+
+# Rows life-abort-*
+
+
+@DEPTHS
+@pytest.mark.parametrize("state", ["queued", "active"])
+def test_life_abort_one_client_s_request_ends_and_the_other_s_lives_on(
+    state: str, depth: int, make_llm: MakeLLM, solo: Solo
+) -> None:
+    """A's request ends once with what it has, its pages are free in that turn, and B's equals its solo run."""
+    params = settings(max_tokens=30, prompt_logprobs=0)
+    llm = make_llm(steps_in_flight=depth, max_num_seqs=1 if state == "queued" else 4, enable_prefix_caching=False)
+    brake, scheduler = Brake(llm._engine), llm._engine._loop.scheduler
+    brake.hold(8)
+    call = in_thread(lambda: llm.generate([prompt(20), prompt(33)], params, request_ids=["B:0", "A:0"]))
+    brake.wait_until_held()
+    target = scheduler._live["A:0"]
+    assert target.is_resident == (state == "active")
+    num_held, free = len(target.pages), scheduler.stats().num_free_pages
+    told: list[int] = []
+    abort = scheduler._abort
+
+    def watched(*arguments: Any) -> None:
+        abort(*arguments)
+        told.append(scheduler.stats().num_free_pages)
+
+    scheduler._abort = watched  # type: ignore[method-assign]
+    llm.abort("A:0")
+    brake.release()
+    output, aborted = call()
+    scheduler._abort = abort  # type: ignore[method-assign]
+    assert told == [free + num_held] and (num_held > 0) == (state == "active")
+    completion = aborted.outputs[0]
+    assert completion.finish_reason == "abort" and aborted.request_id == "A:0"
+    if state == "active":
+        check_equal(aborted, solo(prompt(33), params), len(completion.token_ids))
+    assert (len(completion.token_ids) > 0) == (state == "active")
+    check_equal(output, solo(prompt(20), params))
+    witness(f"life-abort-{state}", pages_returned=num_held or "none held", ids_kept=len(completion.token_ids) or "none")

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from perdure.api.errors import InvalidValue
+from perdure.models import weights
 from perdure.models.tiny import make_tiny_llama
 from perdure.models.weights import load_model, resolve_dtype
+from perdure.ops.choice import Choice
 from tests.models.helpers import logits_in_chunks, run_python
 
 IDS = list(range(3, 40))
@@ -89,6 +91,26 @@ def test_sampling_defaults_are_reported_by_our_names(tmp_path):
     suggested = {"temperature": 0.6, "top_p": 0.9, "top_k": None, "max_new_tokens": 99, "do_sample": True}
     (directory / "generation_config.json").write_text(json.dumps(suggested))
     assert load_model(directory).sampling_defaults == {"temperature": 0.6, "top_p": 0.9, "max_tokens": 99}
+
+
+def test_each_shape_gets_the_product_that_was_chosen_for_it(tmp_path, monkeypatch):
+    """A tied embedding among them. The model is the same to rounding, and a row its own in any chunk."""
+    directory = make_tiny_llama(tmp_path, tie=True)
+    native = load_model(directory, linear="native")
+    assert native.kernels.name == "native" and native.products == {}, "a form that was asked for is not measured"
+    chosen = Choice({(512, 64): (0.1, 0.1, 0.1), (64, 192): (0.1, 0.1, 0.1), (64, 64): (2.0, 2.0, 2.0)})
+    monkeypatch.setattr(weights, "choose", lambda library, shapes: chosen)
+    mixed = load_model(directory)
+    assert {shape: words.split()[0] for shape, words in mixed.products.items()} == {
+        "512 x 64": "packed",
+        "64 x 192": "packed",
+        "64 x 64": "native",
+    }
+    laid_out = set(mixed.weights._weights.products)
+    assert laid_out == {"embedding.weight", "layers.0.down.weight", "layers.1.down.weight"}
+    one, other = (logits_in_chunks(loaded.model, IDS, [len(IDS)]) for loaded in (native, mixed))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+    assert torch.equal(logits_in_chunks(mixed.model, IDS, [7, 1, len(IDS) - 8]), other)
 
 
 def test_weights_own_their_memory(tmp_path):

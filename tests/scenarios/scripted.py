@@ -276,6 +276,12 @@ class Stage:
         self.inbox.put(cmd.Pause(ticket, mode))
         return ticket
 
+    def suspend(self, kv: cmd.KVMode) -> int:
+        """The ticket of the answer."""
+        ticket = self.ticket()
+        self.inbox.put(cmd.Suspend(ticket, kv))
+        return ticket
+
     def resume(self) -> None:
         self.inbox.put(cmd.Resume(self.ticket()))
 

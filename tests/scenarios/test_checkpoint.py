@@ -134,7 +134,7 @@ def test_T32_s18_a_stop_over_a_checkpoint(strip: bool, taken_at: tuple[int, ...]
         stage = Stage(depth, pieces=PIECES)
         call = stage.go_on(found, SCRIPT)
     stage.run()
-    witness("s18", num_checkpoints=call.ended.num_checkpoints)
+    witness("s18-stop-across-checkpoint", num_checkpoints=call.ended.num_checkpoints)
     assert call.ended.num_checkpoints == len(taken_at)
     check_stopped(call, kind)
     stage.check_clean_end()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from perdure.api.command import KVMode
 from tests.scenarios.scripted import END, Call, Stage, check_equals_solo
 from tests.witness import witness
 
@@ -85,6 +86,26 @@ def test_T32_a_stop_over_a_pause(paused_after: int, kind: str, depth: int) -> No
     stage.check_clean_end()
 
 
+@DEPTHS
+@pytest.mark.parametrize("kind", STOPS)
+@pytest.mark.parametrize("kv", ["persist", "offload", "recompute"])
+def test_T32_a_stop_over_suspensions(kv: KVMode, kind: str, depth: int) -> None:
+    """The engine is suspended in each turn before, inside and after the stop: three parts and more, one stop."""
+    stage = Stage(depth, pieces=PIECES)
+    call = stage.submit([9] * 3, SCRIPT, max_tokens=20, **STOPS[kind])
+    known: list[int] = []
+    while call.is_live or not stage.calls or not stage.answers:
+        ticket = stage.suspend(kv)
+        stage.until(lambda ticket=ticket: ticket in stage.answers)
+        known += [call.num_output] if call.is_live else []
+        stage.resume()
+        stage.turn(2)  # it wakes, then a step is launched
+    witness("T32", num_suspensions=len(known), num_residencies=len(call.residencies))
+    assert len(call.residencies) == (len([*filter(None, known)]) + 1 if kv == "recompute" else 1)
+    check_stopped(call, kind)
+    stage.check_clean_end()
+
+
 @pytest.mark.parametrize("depth", [2, 3, 4])
 @pytest.mark.parametrize("kind", STOPS)
 def test_T32_a_stop_in_flight_when_its_request_is_put_aside(kind: str, depth: int) -> None:
@@ -136,7 +157,12 @@ def test_s19_T30_a_step_that_gives_tokens_past_the_first_stop_is_cut_there(
     assert stage.stats().num_generated_tokens == count
     stage.device.accepted = {}
     check_equals_solo(call)
-    witness("s19", tokens_of_the_step=len(script) - begins_at, cut=len(script) - count or "nothing", kept=count)
+    witness(
+        "s19-speculation-stop",
+        tokens_of_the_step=len(script) - begins_at,
+        cut=len(script) - count or "nothing",
+        kept=count,
+    )
     stage.check_clean_end()
 
 

@@ -23,7 +23,7 @@ from perdure.engine.chat_template import Messages, Tools
 from perdure.engine.conversation import laid_out
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals
-from perdure.engine.prompts import Prompt, name_for, params_for, submission
+from perdure.engine.prompts import Prompt, params_for, submission
 from perdure.engine.text import StreamBuilder, build_output
 from perdure.engine.tokenizer import Tokenizer
 from perdure.models.weight_set import Source
@@ -133,7 +133,7 @@ class AsyncLLM:
         handle. A `Checkpoint` stands where a prompt does, and what it has already is its first part."""
         engine = self._engine
         (params,) = params_for([prompt], sampling_params)
-        name = name_for(prompt, request_id, engine.name)
+        (name,) = engine.names_for([prompt], [request_id])
         stream = params.output_kind != "final"
         try:
             wanted = submission(prompt, params, name, engine.ticket(), engine.tokenizer, stream)
@@ -157,7 +157,8 @@ class AsyncLLM:
             prompt = laid_out(self._engine.tokenizer, messages, add_generation_prompt, tools)
         except InvalidValue as error:
             (params,) = params_for([""], sampling_params)
-            return self._refused(name_for("", request_id, self._engine.name), params, error)
+            (name,) = self._engine.names_for([""], [request_id])
+            return self._refused(name, params, error)
         return self.submit(prompt, sampling_params, request_id=request_id)
 
     def _refused(self, name: RequestId, params: SamplingParams, error: PerdureError) -> Handle:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import secrets
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -31,13 +31,15 @@ from perdure.core.stopping import TextCursor
 from perdure.engine.handle import Arrivals
 from perdure.engine.loop import Inbox, Loop
 from perdure.engine.progress import Reporter
-from perdure.engine.prompts import checked_id, ids_to_abort
+from perdure.engine.prompts import Prompt, checked_id, ids_to_abort, name_of
 from perdure.engine.resolve import Resolved, resolve
 from perdure.engine.text import Detokenizer
 from perdure.models.weight_set import Source
 from perdure.runner.worker import ThreadedRunner
 
 log = logging.getLogger("perdure")
+
+MADE_UP = re.compile(r"request-(\d{1,18})")
 
 
 class Receiver(Protocol):
@@ -92,8 +94,7 @@ class Engine:
             )
         journal = _open_journal(config, self.resolved)
         self._tickets = itertools.count(1)
-        self._names = itertools.count()
-        self._tag = secrets.token_hex(4)
+        self._next_name = 0
         self._receivers: dict[int, Receiver] = {}
         self._lock = threading.Lock()
         self._dead: EngineDead | None = None
@@ -124,9 +125,18 @@ class Engine:
     def ticket(self) -> int:
         return next(self._tickets)
 
-    def name(self) -> str:
-        """An id for a request without one; other engines give others, for a checkpoint may bring one of theirs."""
-        return f"request-{self._tag}-{next(self._names)}"
+    def names_for(self, prompts: Sequence[Prompt], given: Sequence[RequestId | None]) -> list[RequestId]:
+        """An id for each: the one given, else a checkpoint's own, else a new one, "request-" and a number above all
+        that were seen: a checkpoint may bring a name that another engine made up. Raises `InvalidValue`."""
+        names = [name_of(prompt, one) for prompt, one in zip(prompts, given, strict=True)]
+        with self._lock:
+            for name in names:
+                if isinstance(name, str) and (made_up := MADE_UP.fullmatch(name)):
+                    self._next_name = max(self._next_name, int(made_up[1]) + 1)
+            first = self._next_name
+            self._next_name += names.count(None)
+        numbers = itertools.count(first)
+        return [f"request-{next(numbers)}" if name is None else name for name in names]
 
     def submit(self, submissions: list[tuple[cmd.Submit, Receiver]]) -> None:
         """Submit all of these with nothing in between. Raises `EngineDead`."""

@@ -24,7 +24,7 @@ from perdure.engine.conversation import laid_out
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals, refused_output
 from perdure.engine.progress import follow
-from perdure.engine.prompts import Prompt, as_batch, name_for, params_for, submission, token_ids_of
+from perdure.engine.prompts import Prompt, as_batch, params_for, submission, token_ids_of
 from perdure.engine.text import build_output
 from perdure.engine.tokenizer import Tokenizer
 from perdure.models.weight_set import Source
@@ -183,7 +183,7 @@ class LLM:
         ids = [given] if isinstance(given, (str, int)) else list(given)
         if len(ids) != len(prompts):
             raise InvalidValue(f"request_ids has {len(ids)} entries for {len(prompts)} prompts")
-        return [name_for(prompt, one, self._engine.name) for prompt, one in zip(prompts, ids, strict=True)]
+        return self._engine.names_for(prompts, ids)
 
     def _run(
         self, prompts: list[Prompt], params: list[SamplingParams], ids: list[RequestId], use_tqdm: bool

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any, cast
 
@@ -116,11 +116,11 @@ def submission(
     return cmd.Submit(Request(request_id, ticket, token_ids, params, text, stream))
 
 
-def name_for(prompt: Prompt, given: RequestId | None, make_name: Callable[[], str]) -> RequestId:
-    """The id of a request: the one given, else a checkpoint's own, else a new one."""
+def name_of(prompt: Prompt, given: RequestId | None) -> RequestId | None:
+    """The id of a request: the one given, else a checkpoint's own; None = it has none yet."""
     if given is not None:
         return checked_id(given)
-    return prompt.request_id if isinstance(prompt, Checkpoint) else make_name()
+    return prompt.request_id if isinstance(prompt, Checkpoint) else None
 
 
 def checked_id(request_id: RequestId | None) -> RequestId:

@@ -173,7 +173,7 @@ class Store:
 def digest_of(config: ModelConfig, numbers: Mapping[str, int]) -> str:
     """Tells models apart: a configuration, and numbers that stand for its weights. No defence against forgery.
 
-    A checksum of every byte costs a tenth of a second for the default model, a twentieth of its loading.
+    A checksum of every byte as it is read costs a tenth of a load.
     """
     told = f"{config} {sorted(numbers.items())}"
     return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
