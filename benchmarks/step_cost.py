@@ -42,7 +42,7 @@ class StepCost:
             end_token_ids=(2,),
         )
         self.scheduler = Scheduler(config, _no_text)
-        self.rows = RowStore(num_rows, max_pages)
+        self.rows = RowStore(num_rows, max_pages, config.vocab_size)
         self.seconds = {"plan": 0.0, "pack": 0.0, "commit": 0.0}
         for i in range(num_rows):
             prompt = [(7 * i + j) % 49_999 + 1 for j in range(PROMPT)]

@@ -43,6 +43,35 @@ WRONG: list[dict[str, Any]] = [
     {"stream_interval": 0},
     {"ignore_eos": 1},
     {"stop": ["x"], "detokenize": False},
+    {"repetition_penalty": 0},
+    {"repetition_penalty": -1.0},
+    {"repetition_penalty": float("nan")},
+    {"presence_penalty": 2.1},
+    {"presence_penalty": "0.5"},
+    {"frequency_penalty": -2.1},
+    {"frequency_penalty": True},
+    {"logit_bias": [7]},
+    {"logit_bias": {"x": 1.0}},
+    {"logit_bias": {"-7": 1.0}},
+    {"logit_bias": {1.5: 1.0}},
+    {"logit_bias": {7: 1.0, "7": 2.0}},
+    {"logit_bias": {7: float("-inf")}},
+    {"logit_bias": {7: 1e38}},
+    {"logit_bias": {7: None}},
+    {"allowed_token_ids": []},
+    {"allowed_token_ids": ["7"]},
+    {"allowed_token_ids": 7},
+    {"bad_words": "word"},
+    {"bad_words": [7]},
+    {"bad_words": [[]]},
+    {"bad_words": [""]},
+    {"bad_words": [["a"]]},
+    {"logits_processors": [7]},
+    {"logits_processors": ["module"]},
+    {"logits_processors": ["module:"]},
+    {"logprob_token_ids": ["a"]},
+    {"forced_token_ids": [True]},
+    {"forced_token_ids": [1, 2, 3], "max_tokens": 2},
 ]
 
 
@@ -68,6 +97,22 @@ def test_T23_objects_are_frozen_and_the_callers_lists_are_not_kept() -> None:
         params.max_tokens = 3  # type: ignore[misc]
 
 
+def test_T52_keys_of_a_bias_may_be_strings_of_digits_and_the_callers_dictionary_is_left_alone() -> None:
+    given = {"7": 100, 3: -1.5}
+    params = SamplingParams(logit_bias=given)
+    assert params.logit_bias == ((3, -1.5), (7, 100.0)) and given == {"7": 100, 3: -1.5}
+    assert SamplingParams(logit_bias={}).logit_bias == () and SamplingParams().logit_bias is None
+
+
+def test_T23_lists_of_ids_and_words_are_copied() -> None:
+    ids, words = [5, 6], [[1, 2], "word"]
+    params = SamplingParams(allowed_token_ids=ids, logprob_token_ids=ids, forced_token_ids=ids, bad_words=words)
+    ids.append(7)
+    words.append([3])
+    assert params.allowed_token_ids == params.logprob_token_ids == params.forced_token_ids == (5, 6)
+    assert params.bad_words == ((1, 2), "word")
+
+
 def test_T48_zero_and_unset_temperature_are_told_apart() -> None:
     assert SamplingParams().temperature == 1.0
     assert SamplingParams(temperature=0).temperature == SamplingParams(temperature=0.0).temperature == 0
@@ -79,7 +124,17 @@ def test_a_single_stop_string_is_a_list_of_one_and_huge_values_are_fine() -> Non
 
 
 def test_settings_survive_the_wire() -> None:
-    params = SamplingParams(max_tokens=3, temperature=0, stop=["x"], stop_token_sequences=[[1, 2]], logprobs=-1)
+    params = SamplingParams(
+        max_tokens=3,
+        temperature=0,
+        stop=["x"],
+        stop_token_sequences=[[1, 2]],
+        logprobs=-1,
+        logit_bias={"5": 1},
+        bad_words=[[1, 2], "word"],
+        allowed_token_ids=[4],
+        logits_processors=["module:function"],
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
 

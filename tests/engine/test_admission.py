@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,16 @@ from tests.witness import witness
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 A_PROMPT = [5, 6, 7, 8]
+NAMING_IDS: dict[str, Callable[[int], Any]] = {
+    "stop_token_ids": lambda bad: [3, bad],
+    "stop_token_sequences": lambda bad: [[1], [2, bad]],
+    "logit_bias": lambda bad: {0: 1.0, bad: 1.0} if bad > 0 else {bad: 1.0},
+    "allowed_token_ids": lambda bad: [3, bad],
+    "bad_words": lambda bad: [[1], [2, bad]],
+    "logprob_token_ids": lambda bad: [3, bad],
+    "forced_token_ids": lambda bad: [3, bad],
+}
+"""Settings that name ids, with a wrong one among them."""
 OUTSIDE = pytest.mark.parametrize("bad", [-1, V, 2**31, 2**63 - 1])
 
 
@@ -164,19 +175,24 @@ def test_T19_an_empty_prompt_is_refused_alone(
 
 
 @OUTSIDE
-@pytest.mark.parametrize("field", ["prompt_token_ids", "stop_token_ids", "stop_token_sequences"])
+@pytest.mark.parametrize("field", ["prompt_token_ids", *NAMING_IDS])
 def test_T20_an_id_out_of_range_is_refused_beside_a_neighbour(
     field: str, bad: int, make_llm: MakeLLM, solo: Solo
 ) -> None:
     """The error names field and value; a neighbour submitted with it is bit-identical to its solo run."""
-    values: dict[str, Any] = {"stop_token_ids": [3, bad], "stop_token_sequences": [[1], [2, bad]]}
     ids = [4, bad] if field == "prompt_token_ids" else [4, 5]
-    params = settings(**{field: values[field]}) if field in values else settings()
+    params = settings(**{field: NAMING_IDS[field](bad)}) if field in NAMING_IDS else settings()
     neighbour = settings(logprobs=5, prompt_logprobs=2)
     refused, beside = make_llm().generate([ids, prompt(20)], [params, neighbour])
     assert isinstance(refused.error, InvalidValue)
     assert field in str(refused.error) and f"={bad} " in str(refused.error)
     check_equal(beside, solo(prompt(20), neighbour))
+
+
+def test_T20_keys_that_are_strings_are_ids_too(make_llm: MakeLLM, solo: Solo) -> None:
+    refused, valid = make_llm().generate([[4, 5]] * 2, [settings(logit_bias={key: 2}) for key in (str(V), "0")])
+    assert isinstance(refused.error, InvalidValue) and f"logit_bias[0]={V} " in str(refused.error)
+    check_equal(valid, solo([4, 5], settings(logit_bias={0: 2})))
 
 
 def test_T20_an_id_between_tokenizer_and_logits_is_valid(

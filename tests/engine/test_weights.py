@@ -1,4 +1,4 @@
-"""Other weights in a live engine: T55, T56, rows life-epoch-*; what fails half-way; weights put away and dropped."""
+"""Other weights in a live engine: T55, T56; what fails half-way; weights put away and dropped."""
 
 from __future__ import annotations
 

@@ -33,7 +33,6 @@ def columns(rows: list[dict[str, Any]], first_index: int = 0) -> SamplingColumns
         min_p=np.array([row.get("min_p", 0.0) for row in rows], np.float64),
         seed=np.array([row.get("seed", index) for index, row in enumerate(rows)], np.uint64),
         output_index=np.array([row.get("output_index", first_index) for row in rows], np.int64),
-        excluded=[(index, np.array(row["excluded"])) for index, row in enumerate(rows) if "excluded" in row],
     )
 
 
@@ -57,8 +56,8 @@ MIXED: list[dict[str, Any]] = [
     {"min_p": 0.05},
     {"temperature": 1.3, "top_k": 30, "top_p": 0.8, "min_p": 0.01},
     {"top_k": 1},
-    {"temperature": 2.0, "top_p": 0.3, "excluded": [0, 7, 9]},
-    {"temperature": 0.0, "excluded": [5]},
+    {"temperature": 2.0, "top_p": 0.3},
+    {"temperature": 0.0},
     {"top_k": 5, "top_p": 0.999},
 ]
 
@@ -67,6 +66,7 @@ MIXED: list[dict[str, Any]] = [
 def test_kept_sets_equal_the_reference(vocab_size):
     logits = random_logits(len(MIXED), vocab_size)
     logits[4, 3] = logits[4].max()  # a tie for the best
+    logits[7, [0, 7, 9]] = logits[8, 5] = -np.inf  # excluded before
     x = processed(logits, columns(MIXED))
     for row, settings in enumerate(MIXED):
         expected = reference.kept_ids(logits[row], **{"temperature": 1.0, **settings})
@@ -212,9 +212,10 @@ def test_draws_follow_the_kept_distribution():
 
 def test_excluded_ids_are_not_drawn_and_count_for_nothing():
     logits = np.array([5.0, 4.0, 1.0, 1.0], np.float32)
-    assert set(repeated(logits, 200, excluded=[0, 1])) == {2, 3}
-    x = processed(logits[None], columns([{"excluded": [0], "min_p": 0.5}]))
-    assert np.flatnonzero(np.isfinite(x[0])).tolist() == [1]
+    logits[:2] = -np.inf
+    assert set(repeated(logits, 200)) == {2, 3}
+    x = processed(logits[None], columns([{"min_p": 0.5}]))
+    assert np.flatnonzero(np.isfinite(x[0])).tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 4}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.9, "min_p": 0.02}])

@@ -10,7 +10,7 @@ from perdure.runner.arena import Arena
 from perdure.runner.inputs import pack
 from perdure.runner.kv_store import KVStore, kv_bytes_per_page
 from perdure.runner.row_store import RowStore
-from tests.runner.plans import CONFIG, Driver, Row
+from tests.runner.plans import CONFIG, VOCAB, Driver, Row
 
 
 def test_arena_keeps_its_address_and_gives_memory_back():
@@ -40,7 +40,7 @@ def test_pages_are_cleared_in_all_layers_and_no_others(page_size):
 
 def test_pack_lays_rows_out_in_the_plans_order(model):
     driver = Driver(model, page_size=4)
-    rows = RowStore(8, driver.pages_per_slot)
+    rows = RowStore(8, driver.pages_per_slot, VOCAB)
     driver.admit(2, 9)
     driver.admit(5, 3)
     driver.admit(1, 4)
@@ -64,17 +64,19 @@ def test_pack_lays_rows_out_in_the_plans_order(model):
 
 
 def test_settings_survive_their_narrow_types():
-    rows = RowStore(4, 1)
+    rows = RowStore(4, 1, VOCAB)
     driver_rows = [(0, 1e-300, 10**30, 2**64 - 1), (1, 1e300, -1, 0), (2, 0.0, 1, 5)]
     for slot, temperature, top_k, seed in driver_rows:
         driver = _Init()
         driver.admit(slot, 2, temperature=temperature, top_k=top_k, seed=seed)
         rows.apply(driver.plan())
-    columns = rows.sampling(np.array([0, 1, 2]), np.array([2, 3, 4]))
+    slots = np.array([0, 1, 2])
+    columns = rows.sampling(slots, rows.output_index(slots, np.array([2, 3, 4])))
     assert (columns.temperature[:2] > 0).all() and np.isfinite(columns.temperature).all()
     assert columns.temperature[2] == 0
     assert columns.top_k[0] >= 2**31 and columns.seed[0] == 2**64 - 1
-    assert columns.output_index.tolist() == [0, 1, 2] and columns.excluded == []
+    assert columns.output_index.tolist() == [0, 1, 2]
+    assert rows.adjustments.of(slots, columns.output_index) is None
 
 
 class _Init(Driver):

@@ -82,7 +82,7 @@ class ScriptedDevice(fake.FakeDevice):
         settings, end = self._settings[slot], self._position[slot]
         assert settings is not None
         token = self._scripted(settings, end - settings.prompt_length)
-        made.tokens[-1] = self._last_token[slot] = token
+        made.tokens[-1] = self._last_token[slot] = self._history[slot][-1] = token
         content = self._kv[self._tables[slot]].reshape(-1)[:end]
         scores = settings.num_logprobs != NO_LOGPROBS
         if scores:
@@ -130,7 +130,7 @@ class Call:
         self.record: ev.Record | None = None
         self.refusal: ev.Failure | None = None
         self.token_ids: list[int] = []
-        self.scores = TokenScores()
+        self.scores = TokenScores(listed_ids=request.params.logprob_token_ids)
         self.residencies: list[int] = []
         self.num_ends = 0
 

@@ -195,6 +195,8 @@ class Life:
         request = Request(rng.randint(0, 12), ticket, prompt, self._params(), stream=rng.random() < 0.5)
         if self.orders.is_suspended or any(request.request_id == other.request_id for other in self._live()):
             self.must_refuse.add(ticket)
+        if length + len(request.params.forced_token_ids or ()) > config.max_num_tokens:
+            self.must_refuse.add(ticket)
         if self.faulty_device:
             self.may_refuse.add(ticket)
         self.requests[ticket] = request
@@ -257,6 +259,10 @@ class Life:
             stop_token_ids=ids(1) if rng.random() < 0.2 else [],
             stop_token_sequences=[ids(3) for _ in range(2)] if rng.random() < 0.3 else [],
             ignore_eos=rng.random() < 0.3,
+            repetition_penalty=rng.choice((1.0, 1.0, 1.0, 1.3)),
+            logits_processors=["any:function"] if rng.random() < 0.1 else [],
+            logprob_token_ids=ids(2) if rng.random() < 0.1 else None,
+            forced_token_ids=ids(min(4, least)) if least and rng.random() < 0.15 else None,
             logprobs=rng.choice((None, None, 0, 2, -1)),
             prompt_logprobs=rng.choice((None, None, None, 0, 2)),
             priority=rng.choice((0, 0, 0, -1, 1)),
@@ -290,9 +296,9 @@ class Life:
                     is_free = ticket in self.is_elsewhere or first < self._num_known(ticket)
                     assert is_free or not self.orders.is_halted, "a token came while paused or suspended"
                     self.part_epochs.setdefault(ticket, []).append((first, epoch))
-                    ids, log = self.parts.setdefault(ticket, ([], TokenScores()))
+                    ids, log = self.parts.setdefault(ticket, ([], self._no_scores(ticket)))
                     assert ticket not in self.ended and first == len(ids)
-                    assert (scores is None) == (self.requests[ticket].params.logprobs is None)
+                    assert (scores is not None) == self.requests[ticket].params.asks_scores
                     ids += token_ids
                     if scores is not None:
                         assert scores.num_scored == len(token_ids)
@@ -357,7 +363,12 @@ class Life:
             record, count = self.ended[ticket], checkpoint.num_output
             assert checkpoint.token_ids == record.token_ids[:count]
             if checkpoint.scores is not None and record.scores is not None:
-                assert TokenScores.unpack(checkpoint.scores, checkpoint.token_ids) == record.scores.cut(0, count)
+                assert TokenScores.unpack(
+                    checkpoint.scores, checkpoint.token_ids, listed_ids=checkpoint.params.logprob_token_ids
+                ) == record.scores.cut(0, count)
+
+    def _no_scores(self, ticket: int) -> TokenScores:
+        return TokenScores(listed_ids=self.requests[ticket].params.logprob_token_ids)
 
     def _mark_kinds(self, stats: Stats) -> None:
         """How many kinds of interruption met in this one life."""
@@ -371,7 +382,7 @@ class Life:
         assert record.token_ids == truth.token_ids[:count], (request, record.token_ids, truth.token_ids)
         assert record.request_id == request.request_id and record.prompt_token_ids == request.prompt_token_ids
         assert record.num_cached_tokens < len(request.prompt_token_ids)
-        ids, log = self.parts.get(request.ticket, ([], TokenScores()))
+        ids, log = self.parts.get(request.ticket, ([], self._no_scores(request.ticket)))
         if request.stream:
             assert ids == record.token_ids[: len(ids)] and len(ids) >= count - 1
             assert record.scores is None or log == record.scores.cut(0, len(ids))
@@ -385,7 +396,10 @@ class Life:
             self.marks[f"stop by {type(stop.reason).__name__}" if stop else "length"] += 1
         else:
             assert (record.failure is not None) == (record.finish_reason == "error")
-        _judge_scores(record.scores, truth.scores[:count], request.params.logprobs is not None)
+        _judge_scores(record.scores, truth.scores[:count], request.params.asks_scores)
+        if record.scores is not None:
+            width = len(request.params.logprob_token_ids or ())
+            assert record.scores.listed_scores.tolist() == truth.listed[: count * width]
         prompt_scores = truth.prompt_scores
         if record.finish_reason not in ("stop", "length") and record.prompt_scores is not None:
             prompt_scores = prompt_scores[: record.prompt_scores.num_scored]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from perdure.api.config import CoreConfig
-from perdure.api.plan import RowInit
+from perdure.api.plan import Adjustments, RowInit
 from perdure.api.request import Request
 from perdure.runner import fake
 
@@ -22,6 +22,7 @@ class Expected:
     token_ids: list[int] = field(default_factory=list)
     reason: str = "length"
     stop: tuple[object, ...] | None = None
+    listed: list[float] = field(default_factory=list)
     scores: list[tuple[float, list[int], list[float]]] = field(default_factory=list)
     prompt_scores: list[tuple[float, list[int], list[float]]] = field(default_factory=list)
 
@@ -36,7 +37,9 @@ def expected(
     """weights_at(output index): the weights that draw this token; the prompt's scores are of those at 0."""
     params, prompt = request.params, request.prompt_token_ids
     room = min(config.max_model_len, config.num_pages * config.page_size) - len(prompt)
-    budget = room if params.max_tokens is None else min(params.max_tokens, room)
+    forced = params.forced_token_ids or ()
+    asked = params.max_tokens if params.max_tokens is not None or not forced else len(forced)
+    budget = room if asked is None else min(asked, room)
     end_ids = () if params.ignore_eos else config.end_token_ids
     settings = RowInit(
         slot=0,
@@ -52,6 +55,8 @@ def expected(
         num_logprobs=0,
         num_prompt_logprobs=0,
         processed_logprobs=False,
+        adjustments=Adjustments(repetition_penalty=params.repetition_penalty, functions=params.logits_processors),
+        forced_ids=params.forced_token_ids or (),
     )
     result = Expected()
     contents = _contents(prompt, weights_at(0))
@@ -64,11 +69,13 @@ def expected(
         if index and weights != weights_at(index - 1):
             contents = _contents(prompt + output, weights)
         known = sum(contents[1:]) % 2**64 & (2**63 - 1)
-        token = fake.draw(known, seed, index, settings, config.vocab_size)
+        drawn_from = fake.look_back(known, settings, prompt + output)
+        token = fake.draw(drawn_from, seed, index, settings, config.vocab_size)
         output.append(token)
         contents.append(fake.chain(contents[-1], token, weights))
-        if params.logprobs is not None:
-            result.scores.append(_scored(known, token, params.logprobs, config))
+        if params.asks_scores:
+            result.scores.append(_scored(known, token, params.logprobs or 0, config))
+        result.listed += [fake.score(known, id_) for id_ in params.logprob_token_ids or ()]
         result.stop = _stop(output, request, end_ids)
         if result.stop is not None:
             result.reason = "stop"
@@ -91,6 +98,8 @@ def _scored(content: int, token: int, count: int, config: CoreConfig) -> tuple[f
 def _stop(output: list[int], request: Request, end_ids: tuple[int, ...]) -> tuple[object, ...] | None:
     """(reason, tokens up to the stop, tokens of the match, where the text is cut), if the last token completes one."""
     params, count = request.params, len(output)
+    if count <= len(params.forced_token_ids or ()):
+        return None
     if count > params.min_tokens and output[-1] in end_ids:
         return None, count, 1, None
     if count > params.min_tokens and output[-1] in params.stop_token_ids:

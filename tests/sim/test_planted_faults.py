@@ -102,6 +102,24 @@ FAULTS = {
         "if checkpoint.prompt_scores is not None and (is_same or output):",
         "if checkpoint.prompt_scores is not None:",
     ),
+    "a_row_planned_before_the_host_had_its_say": (
+        "core/scheduler.py",
+        2,
+        "if state.needs_host and state.in_flight:",
+        "if False:",
+    ),
+    "a_history_without_the_output_after_an_eviction": (
+        "core/draft.py",
+        1,
+        "history=tuple(state.tokens)",
+        "history=tuple(state.request.prompt_token_ids)",
+    ),
+    "a_stop_inside_a_forced_continuation": (
+        "core/stopping.py",
+        1,
+        "counts = count >= self.min_tokens and count > self.num_forced",
+        "counts = count >= self.min_tokens",
+    ),
     "in_flight_kv_that_survives_other_weights": (
         "core/scheduler.py",
         1,

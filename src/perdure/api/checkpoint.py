@@ -24,7 +24,7 @@ from perdure.api.sampling import MAX_INTEGER, MAX_SEED, LogprobsMode, SamplingPa
 from perdure.api.scores import PackedScores
 
 MAGIC = b"perdure checkpoint"
-VERSION = 1
+VERSION = 2
 """Of the file's format. It grows with every change of a field; other versions are refused, never guessed at."""
 
 _VERSION_BYTES, _DIGEST_BYTES = 2, 16
@@ -79,10 +79,14 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         firsts = [first for first, _ in self.epochs]
         if firsts[:1] != [0] * bool(self.num_output) or not all(a < b for a, b in pairwise([*firsts, self.num_output])):
             raise InvalidValue(f"epochs={list(self.epochs)} do not fit {self.num_output} output tokens")
-        _check_scores("scores", self.scores, self.params.logprobs, self.num_output, self.num_output)
+        _check_scores("scores", self.scores, self.params.asks_scores, self.num_output, self.num_output)
+        if self.scores is not None:
+            num_listed = self.num_output * len(self.params.logprob_token_ids or ())
+            if self.scores.num_listed != num_listed:
+                raise InvalidValue(f"scores hold {self.scores.num_listed} listed ids, {num_listed} were asked")
         most = self.prompt_length - 1
         least = most if self.num_output else 0
-        _check_scores("prompt_scores", self.prompt_scores, self.params.prompt_logprobs, least, most)
+        _check_scores("prompt_scores", self.prompt_scores, self.params.prompt_logprobs is not None, least, most)
 
     @property
     def num_tokens(self) -> int:
@@ -141,8 +145,8 @@ def _digest(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
 
 
-def _check_scores(name: str, scores: PackedScores | None, asked: int | None, least: int, most: int) -> None:
-    if (scores is None) != (asked is None):
+def _check_scores(name: str, scores: PackedScores | None, asked: bool, least: int, most: int) -> None:
+    if (scores is not None) != asked:
         raise InvalidValue(f"{name} is {'missing' if scores is None else 'there'}, and params ask otherwise")
     if scores is not None and not least <= scores.num_scored <= most:
         raise InvalidValue(f"{name} holds {scores.num_scored} entries: {least} to {most} belong to these tokens")

@@ -21,10 +21,10 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What decisions depend on. Lengths are in tokens.
 
     vocab_size: the width of the logits. end_token_ids: the model's whole set. paused_pages: how many pages paused
-    requests may keep together; admit_beside_paused: whether requests are taken in while one is paused. replica: this
-    engine's index, for derived seeds. batch_invariant: whether the forms in use give a row the same bits in any
-    schedule. fingerprint, on_mismatch: for checkpoints that come from elsewhere. poison_free_pages: have pages that
-    nobody owns filled with NaN, for debugging.
+    requests may keep together; admit_beside_paused: whether requests are taken in while one is paused. replica: what
+    of this engine's index takes part in derived seeds. batch_invariant: whether the forms in use give a row the same
+    bits in any schedule. fingerprint, on_mismatch: for checkpoints that come from elsewhere. poison_free_pages: have
+    pages that nobody owns filled with NaN, for debugging.
     """
 
     num_pages: int
@@ -58,6 +58,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: a directory, a .gguf file, a Hub id, or None for the default model. dtype: float32 is what a CPU without a
     bf16 unit runs, whatever the checkpoint says. num_pages or kv_cache_bytes: size of the KV pool; neither = room for
     max_num_seqs requests of full length, within a quarter of the memory that is free.
+    seed: what the seeds of requests without one are derived from, with their arrival. seed_policy: "per_replica" =
+    with this engine's index, `replica`, too, so that replicas draw differently; "shared" = without it.
     max_num_batched_tokens: most positions computed in one step. steps_in_flight: 1 = plan only after the step before
     is known, 2 = overlapped, up to 4. batch_invariant: bitwise results whatever the schedule. on_mismatch: whether a
     checkpoint whose bits come from another kind of engine goes on, with `exact=False` in its result, or is refused.
@@ -75,6 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
+    seed_policy: Literal["shared", "per_replica"] = "per_replica"
+    replica: int = 0
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -152,6 +156,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 _RANGES: tuple[tuple[str, int, int | None], ...] = (
     ("seed", 0, 2**64 - 1),
+    ("replica", 0, 65535),
     ("max_model_len", 1, None),
     ("max_num_seqs", 1, 65536),
     ("max_num_batched_tokens", 1, None),
@@ -179,6 +184,7 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("load_format", ("auto", "dummy")),
     ("on_mismatch", ("continue", "refuse")),
     ("logprobs_mode", ("raw", "processed")),
+    ("seed_policy", ("shared", "per_replica")),
     ("attention_backend", ("auto", "native", "tiled", "plain", "reference")),
     ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),
     ("quantization", ("gguf",)),

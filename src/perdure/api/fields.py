@@ -38,6 +38,13 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "top_k": Policy("kept", "sent"),
         "top_p": Policy("kept", "sent"),
         "min_p": Policy("kept", "sent"),
+        "repetition_penalty": Policy("kept", "sent"),
+        "presence_penalty": Policy("kept", "sent"),
+        "frequency_penalty": Policy("kept", "sent"),
+        "logit_bias": Policy("kept", "sent"),
+        "allowed_token_ids": Policy("kept", "sent"),
+        "bad_words": Policy("kept", "sent"),  # as ids, once submitted
+        "logits_processors": Policy("kept", "sent"),  # by name; a request with others gives no checkpoint
         "seed": Policy("kept", "sent"),
         "stop": Policy("kept", "sent", "outputs.stop_reason"),
         "stop_token_ids": Policy("kept", "sent", "outputs.stop_reason"),
@@ -48,6 +55,8 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "logprobs": Policy("kept", "sent"),
         "prompt_logprobs": Policy("kept", "sent"),
         "logprobs_mode": Policy("kept", "sent"),
+        "logprob_token_ids": Policy("kept", "sent", "outputs.logprobs"),
+        "forced_token_ids": Policy("kept", "sent", "outputs.token_ids"),
         "detokenize": Policy("kept", "sent"),
         "skip_special_tokens": Policy("kept", "sent"),
         "return_prompt": Policy("kept", "sent"),

@@ -13,12 +13,40 @@ DEVICE_POSITION = -1
 """`start` of a row that goes on where its device row stands, with the token sampled last into that row."""
 
 
+class Adjustments(msgspec.Struct, frozen=True, array_like=True):
+    """What is done to a row's logits before its temperature, beyond the mask of `RowInit.masked_ids`.
+
+    allowed_ids: None = all. bad_words: the last id of one cannot be sampled where the ids before it came just now.
+    functions: logits processors, by the names the runner knows them by. history: all known tokens of the request,
+    prompt first, where penalties, bad words or functions look back; the device appends what it samples.
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    functions: tuple[str, ...] = ()
+    history: tuple[int, ...] = ()
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether anything here depends on the tokens before."""
+        return self.has_penalties or bool(self.functions) or any(len(word) > 1 for word in self.bad_words)
+
+
 class RowInit(msgspec.Struct, frozen=True, array_like=True):
     """Settings a device row gets when a request takes a slot. They stay until the slot's next `RowInit`.
 
     A sampled token at absolute position p has output index p - prompt_length; the draw's key is (seed, output index).
     `masked_ids` cannot be sampled while the output index is below `min_tokens`.
-    `num_logprobs`: -2 none, -1 whole vocabulary, 0 chosen only, k the k best (`NO_LOGPROBS` below).
+    `num_logprobs`: -2 none, -1 whole vocabulary, 0 chosen only, k the k best (`NO_LOGPROBS` below). `listed_ids` are
+    scored beside these at each output position. The output begins with `forced_ids`, whatever would be drawn.
     """
 
     slot: int
@@ -34,6 +62,9 @@ class RowInit(msgspec.Struct, frozen=True, array_like=True):
     num_logprobs: int
     num_prompt_logprobs: int
     processed_logprobs: bool
+    adjustments: Adjustments | None = None
+    listed_ids: tuple[int, ...] = ()
+    forced_ids: tuple[int, ...] = ()
 
 
 NO_LOGPROBS = -2
@@ -90,6 +121,8 @@ class ScoreColumns(msgspec.Struct, frozen=True, array_like=True):
     top_scores), best first (ties to the lower id), belong to entry j; 0 where only the chosen score was asked. Pairs
     are packed (int32 and float32, little-endian): a whole vocabulary a token would be gigabytes of numbers otherwise.
     Entries of one row are contiguous, in order of position, and rows come in the plan's order.
+    num_listed[j] of (listed_ranks, listed_scores), packed alike, belong to entry j: of the row's `listed_ids`, in their
+    order. Empty = no row has any.
     """
 
     row: list[int]
@@ -99,6 +132,9 @@ class ScoreColumns(msgspec.Struct, frozen=True, array_like=True):
     num_top: list[int]
     top_ids: bytes
     top_scores: bytes
+    num_listed: list[int] = []
+    listed_ranks: bytes = b""
+    listed_scores: bytes = b""
 
     @staticmethod
     def empty() -> ScoreColumns:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -22,6 +22,16 @@ ALL_LOGPROBS = -1
 MAX_SEED = 2**64 - 1
 MAX_INTEGER = 2**63 - 1
 """Every other integer fits a signed machine word: columns, journals and the wire hold nothing larger."""
+MAX_PENALTY = 2.0
+MAX_BIAS = 1e30
+"""Beyond any logit, and far from the end of fp32."""
+
+HELD = "held:"
+"""How the names of functions begin that are no `module:function`: held by one process for one request."""
+
+LogitsProcessor = Callable[..., Any]
+"""f(output_ids, logits) or f(prompt_ids, output_ids, logits): gives logits of the same shape, which may be the tensor
+it got, changed in place."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,14 +41,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: before that many, nothing ends the request: end ids and stop ids cannot be sampled, stop strings
         and sequences do not count.
     temperature: 0 = greedy, ties to the lowest id. top_k: 0, -1 or >= vocabulary = off; ties at the border are all
-        kept, except for 1. top_p in (0, 1]; min_p in [0, 1]. Order: min-tokens mask, temperature, min_p, top_k,
-        renormalise, top_p over what is left.
+        kept, except for 1. top_p in (0, 1]; min_p in [0, 1].
+    repetition_penalty: above 0, 1 = off; counts prompt and output. presence_penalty, frequency_penalty: -2 to 2, 0 =
+        off; count the output only.
+    logit_bias: {id: added to its logit}; ids may be strings of digits. allowed_token_ids: nothing else is sampled.
+    bad_words: texts or lists of ids that the output never completes, even where the prompt began them.
+    logits_processors: functions, or `module:function`, called with (output ids, logits) or (prompt ids, output ids,
+        logits); they see the model's logits before everything else.
+    Order: logits processors; logit bias, allowed ids and bad words; penalties; min-tokens mask; temperature; min_p;
+        top_k; renormalise; top_p over what is left.
     seed: None = derived from the engine's seed and the request's arrival. A draw depends on (seed, output position).
     stop: strings, matched in the decoded text at any token boundary; the earliest match in token order wins.
     stop_token_ids: single ids beside the model's end ids. stop_token_sequences: lists of ids over the whole output.
     ignore_eos: the model's end ids do not end it. strip_stop_tokens: drop the matched stop's ids and their scores.
     logprobs / prompt_logprobs: None = none, 0 = the chosen one, k = the k best too, -1 = the whole vocabulary.
     logprobs_mode: raw = log-softmax of the model's logits, processed = of what was drawn from; None = the engine's.
+    logprob_token_ids: these ids' scores at each output position, beside the others.
+    forced_token_ids: the output begins with these, scored as if they had been drawn; stops in them are ignored.
+        max_tokens=None then means these and no more.
     """
 
     max_tokens: int | None = None
@@ -47,6 +67,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str | tuple[int, ...], ...] | None = None
+    logits_processors: tuple[Any, ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -57,6 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprobs_mode: LogprobsMode | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
+    forced_token_ids: tuple[int, ...] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     return_prompt: bool = False
@@ -69,6 +98,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._freeze("stop", _strings("stop", self.stop))
         self._freeze("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         self._freeze("stop_token_sequences", _id_lists("stop_token_sequences", self.stop_token_sequences))
+        self._freeze("logit_bias", _bias(self.logit_bias))
+        for name in ("allowed_token_ids", "logprob_token_ids", "forced_token_ids"):
+            given = getattr(self, name)
+            self._freeze(name, None if given is None else _ids(name, given))
+        self._freeze("bad_words", _words(self.bad_words))
+        self._freeze("logits_processors", _processors(self.logits_processors))
         _integer("max_tokens", self.max_tokens, low=0, optional=True)
         _integer("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -81,6 +116,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"top_p={self.top_p!r} is not in (0, 1]: 1 turns the filter off, temperature=0 is greedy"
             )
         _number("min_p", self.min_p, low=0.0, high=1.0)
+        _number("repetition_penalty", self.repetition_penalty)
+        if self.repetition_penalty <= 0.0:
+            raise InvalidValue(f"repetition_penalty={self.repetition_penalty!r} is not above 0: 1 turns it off")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name), low=-MAX_PENALTY, high=MAX_PENALTY)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidValue("allowed_token_ids=[] leaves nothing to sample: None allows every id")
+        if self.forced_token_ids is not None and self.max_tokens is not None:
+            if len(self.forced_token_ids) > self.max_tokens:
+                raise InvalidValue(
+                    f"forced_token_ids holds {len(self.forced_token_ids)} ids, more than max_tokens={self.max_tokens}"
+                )
         _integer("seed", self.seed, low=0, high=MAX_SEED, optional=True)
         _integer("logprobs", self.logprobs, low=ALL_LOGPROBS, optional=True)
         _integer("prompt_logprobs", self.prompt_logprobs, low=ALL_LOGPROBS, optional=True)
@@ -95,7 +142,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.stop and not self.detokenize:
             raise InvalidValue(f"stop={list(self.stop)!r} needs text, but detokenize=False")
 
-    def _freeze(self, name: str, value: tuple[Any, ...]) -> None:
+    @property
+    def asks_scores(self) -> bool:
+        """Whether each output token gets an entry of scores."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
+
+    def _freeze(self, name: str, value: tuple[Any, ...] | None) -> None:
         """Store the checked, immutable form of a list the caller gave (the caller's own list stays untouched)."""
         msgspec.structs.force_setattr(self, name, value)
 
@@ -178,3 +230,46 @@ def _id_lists(name: str, value: Iterable[Iterable[int]] | None) -> tuple[tuple[i
     if any(not item for item in given):
         raise InvalidValue(f"{name} holds an empty sequence")
     return given
+
+
+def _bias(given: Any) -> tuple[tuple[int, float], ...] | None:
+    """Pairs (id, bias), ascending by id."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        try:
+            given = dict(given)
+        except (TypeError, ValueError):
+            raise InvalidValue(f"logit_bias={given!r} is not a dictionary of token ids") from None
+    found: dict[int, float] = {}
+    for key, value in given.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20 else key
+        (token,) = _ids("logit_bias", [token])
+        if token in found:
+            raise InvalidValue(f"logit_bias names the id {token} twice")
+        _number(f"logit_bias[{token}]", value, low=-MAX_BIAS, high=MAX_BIAS)
+        found[token] = float(value)
+    return tuple(sorted(found.items()))
+
+
+def _words(given: Any) -> tuple[str | tuple[int, ...], ...] | None:
+    if given is None:
+        return None
+    if isinstance(given, str):
+        raise InvalidValue(f"bad_words={given!r} is not a list of words")
+    items = _items("bad_words", given)
+    return tuple(_strings("bad_words", [one])[0] if isinstance(one, str) else _word_ids(one) for one in items)
+
+
+def _word_ids(given: Any) -> tuple[int, ...]:
+    (ids,) = _id_lists("bad_words", [given])
+    return ids
+
+
+def _processors(given: Any) -> tuple[Any, ...]:
+    items = (given,) if callable(given) or isinstance(given, str) else _items("logits_processors", given)
+    for one in items:
+        module, colon, function = one.partition(":") if isinstance(one, str) else ("", "", "")
+        if not callable(one) and not (module and colon and function):
+            raise InvalidValue(f"logits_processors holds {one!r}, which is neither a function nor 'module:function'")
+    return items

@@ -1,7 +1,8 @@
 """`TokenScores`: the scores of consecutive tokens, flat inside, the familiar dictionaries only on access.
 
-Entry i holds the chosen token's natural-log probability and rank and, where asked, the best ids with theirs. Indexing
-gives `{token_id: Logprob}`, best first, with the chosen token added last if it is not among the best.
+Entry i holds the chosen token's natural-log probability and rank and, where asked, the best ids with theirs, and those
+of a fixed list of ids. Indexing gives `{token_id: Logprob}`: the best first, then the listed ones that are not among
+them, then the chosen token if it is not there yet.
 """
 
 from __future__ import annotations
@@ -28,18 +29,21 @@ Packed: TypeAlias = "array[Any] | memoryview[Any]"
 
 
 class PackedScores(msgspec.Struct, frozen=True, array_like=True):
-    """`TokenScores` as plain bytes, without what its tokens tell: float32 and int32, little-endian, one a token and one
-    a best pair."""
+    """`TokenScores` as plain bytes, without what its tokens and its request tell: float32 and int32, little-endian, one
+    a token, a best pair and a listed id."""
 
     chosen: bytes
     rank: bytes
     num_top: bytes
     top_ids: bytes
     top_scores: bytes
+    listed_ranks: bytes = b""
+    listed_scores: bytes = b""
 
     def __post_init__(self) -> None:
         num_pairs = sum(array("i", self.num_top)) if len(self.num_top) % 4 == 0 else -1
         fits = len(self.chosen) == len(self.rank) == len(self.num_top)
+        fits = fits and len(self.listed_ranks) == len(self.listed_scores)
         if not (fits and len(self.top_ids) == len(self.top_scores) == 4 * num_pairs):
             raise InvalidValue("packed scores: the columns are not of one length")
 
@@ -47,18 +51,37 @@ class PackedScores(msgspec.Struct, frozen=True, array_like=True):
     def num_scored(self) -> int:
         return len(self.chosen) // 4
 
+    @property
+    def num_listed(self) -> int:
+        """Listed ids of all entries together."""
+        return len(self.listed_ranks) // 4
+
 
 class TokenScores(Sequence["dict[int, Logprob] | None"]):
     """Columns of float32 and int32, appended to by the engine and never changed afterwards.
 
-    leading_none: entry 0 is None (a prompt's first token has no score).
+    leading_none: entry 0 is None (a prompt's first token has no score). listed_ids: ids scored in every entry;
+    listed_scores and listed_ranks hold len(listed_ids) values an entry.
     """
 
-    COLUMNS = ("leading_none", "token_ids", "chosen", "rank", "num_top", "top_first", "top_ids", "top_scores")
+    COLUMNS = (
+        "leading_none",
+        "listed_ids",
+        "token_ids",
+        "chosen",
+        "rank",
+        "num_top",
+        "top_first",
+        "top_ids",
+        "top_scores",
+        "listed_ranks",
+        "listed_scores",
+    )
     __slots__ = (*COLUMNS, "spell")
 
-    def __init__(self, leading_none: bool = False) -> None:
+    def __init__(self, leading_none: bool = False, listed_ids: Sequence[int] | None = None) -> None:
         self.leading_none = leading_none
+        self.listed_ids = tuple(listed_ids or ())
         self.spell: Callable[[int], str] | None = None
         """Gives the text of an id for `Logprob.decoded_token`."""
         self.token_ids = array("i")
@@ -68,9 +91,20 @@ class TokenScores(Sequence["dict[int, Logprob] | None"]):
         self.top_first = array("q")
         self.top_ids = array("i")
         self.top_scores = array("f")
+        self.listed_ranks = array("i")
+        self.listed_scores = array("f")
 
-    def append(self, token_id: int, chosen: float, rank: int, top_ids: Packed, top_scores: Packed) -> None:
-        """One more token. top_ids and top_scores are buffers of int32 and float32."""
+    def append(
+        self,
+        token_id: int,
+        chosen: float,
+        rank: int,
+        top_ids: Packed,
+        top_scores: Packed,
+        listed_ranks: Packed | None = None,
+        listed_scores: Packed | None = None,
+    ) -> None:
+        """One more token. The others are buffers: ids and ranks int32, scores float32."""
         self.token_ids.append(token_id)
         self.chosen.append(chosen)
         self.rank.append(rank)
@@ -79,6 +113,11 @@ class TokenScores(Sequence["dict[int, Logprob] | None"]):
         if len(top_ids):
             self.top_ids.frombytes(memoryview(top_ids).cast("B"))
             self.top_scores.frombytes(memoryview(top_scores).cast("B"))
+        if self.listed_ids:
+            assert listed_ranks is not None and listed_scores is not None
+            assert len(listed_ranks) == len(listed_scores) == len(self.listed_ids)
+            self.listed_ranks.frombytes(memoryview(listed_ranks).cast("B"))
+            self.listed_scores.frombytes(memoryview(listed_scores).cast("B"))
 
     @property
     def num_scored(self) -> int:
@@ -86,30 +125,42 @@ class TokenScores(Sequence["dict[int, Logprob] | None"]):
 
     def cut(self, first: int, end: int) -> TokenScores:
         """A copy of scored entries first .. end - 1, without the leading None."""
-        part = TokenScores()
+        part = TokenScores(listed_ids=self.listed_ids)
+        width = len(self.listed_ids)
         for i in range(first, end):
             low = self.top_first[i]
             high = low + self.num_top[i]
+            listed = slice(i * width, (i + 1) * width)
             part.append(
-                self.token_ids[i], self.chosen[i], self.rank[i], self.top_ids[low:high], self.top_scores[low:high]
+                self.token_ids[i],
+                self.chosen[i],
+                self.rank[i],
+                self.top_ids[low:high],
+                self.top_scores[low:high],
+                self.listed_ranks[listed],
+                self.listed_scores[listed],
             )
         return part
 
     def copy(self) -> TokenScores:
         """The same entries in columns of its own."""
-        twin = TokenScores(self.leading_none)
+        twin = TokenScores(self.leading_none, self.listed_ids)
         twin.extend(self)
         return twin
 
     def pack(self) -> PackedScores:
         """A copy as a plain value."""
-        columns = (self.chosen, self.rank, self.num_top, self.top_ids, self.top_scores)
-        return PackedScores(*(column.tobytes() for column in columns))
+        return PackedScores(*(getattr(self, name).tobytes() for name in PackedScores.__struct_fields__))
 
     @staticmethod
-    def unpack(packed: PackedScores, token_ids: Sequence[int], leading_none: bool = False) -> TokenScores:
+    def unpack(
+        packed: PackedScores,
+        token_ids: Sequence[int],
+        leading_none: bool = False,
+        listed_ids: Sequence[int] | None = None,
+    ) -> TokenScores:
         """token_ids: the scored tokens, as many as were packed."""
-        found = TokenScores(leading_none)
+        found = TokenScores(leading_none, listed_ids)
         found.token_ids.extend(token_ids)
         for name in packed.__struct_fields__:
             getattr(found, name).frombytes(getattr(packed, name))
@@ -117,6 +168,7 @@ class TokenScores(Sequence["dict[int, Logprob] | None"]):
         return found
 
     def extend(self, other: TokenScores) -> None:
+        assert self.listed_ids == other.listed_ids, "scores of two different lists of ids"
         shift = len(self.top_ids)
         self.token_ids.extend(other.token_ids)
         self.chosen.extend(other.chosen)
@@ -125,6 +177,8 @@ class TokenScores(Sequence["dict[int, Logprob] | None"]):
         self.top_first.extend(array("q", [first + shift for first in other.top_first]))
         self.top_ids.extend(other.top_ids)
         self.top_scores.extend(other.top_scores)
+        self.listed_ranks.extend(other.listed_ranks)
+        self.listed_scores.extend(other.listed_scores)
 
     def _entry(self, i: int) -> dict[int, Logprob]:
         low, spell = self.top_first[i], self.spell
@@ -132,6 +186,11 @@ class TokenScores(Sequence["dict[int, Logprob] | None"]):
         for j in range(self.num_top[i]):
             token_id = self.top_ids[low + j]
             entry[token_id] = Logprob(self.top_scores[low + j], j + 1, spell(token_id) if spell else None)
+        for j, token_id in enumerate(self.listed_ids, i * len(self.listed_ids)):
+            if token_id not in entry:
+                entry[token_id] = Logprob(
+                    self.listed_scores[j], self.listed_ranks[j], spell(token_id) if spell else None
+                )
         chosen = self.token_ids[i]
         if chosen not in entry:
             entry[chosen] = Logprob(self.chosen[i], self.rank[i], spell(chosen) if spell else None)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from perdure.api.config import CoreConfig
 from perdure.api.errors import InvalidValue, MaxSequenceLengthOverflow
 from perdure.api.request import Request
+from perdure.api.sampling import SamplingParams
 from perdure.core.state import RequestState
 from perdure.core.stopping import CursorFactory, StopRule
 
@@ -31,13 +32,20 @@ def stop_rule(request: Request, max_output: int, config: CoreConfig, make_cursor
     check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
     for sequence in params.stop_token_sequences:
         check_ids("stop_token_sequences", sequence, config.vocab_size)
+    _check_other_ids(params, config.vocab_size)
     stops = StopRule(request, config.end_token_ids, max_output, make_cursor)
-    if len(stops.masked_ids) >= config.vocab_size:
-        raise InvalidValue(
-            f"min_tokens={params.min_tokens}: all {config.vocab_size} ids of this model would end the request, "
-            "so none could be sampled"
-        )
+    _check_something_is_left(params, stops.masked_ids, config.vocab_size)
     return stops
+
+
+def _check_other_ids(params: SamplingParams, vocab_size: int) -> None:
+    for name in ("allowed_token_ids", "logprob_token_ids", "forced_token_ids"):
+        check_ids(name, getattr(params, name) or (), vocab_size)
+    check_ids("logit_bias", [token for token, _ in params.logit_bias or ()], vocab_size)
+    for word in params.bad_words or ():
+        if isinstance(word, str):
+            raise InvalidValue(f"bad_words holds {word!r}, which needs a tokenizer: give lists of ids")
+        check_ids("bad_words", word, vocab_size)
 
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
@@ -46,9 +54,28 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
         raise InvalidValue(f"{field}[{at}]={token} is not a token id of this model: 0 to {vocab_size - 1}")
 
 
+def _check_something_is_left(params: SamplingParams, masked_ids: Sequence[int], vocab_size: int) -> None:
+    """Some id can be sampled wherever nothing but the settings decides."""
+    allowed = None if params.allowed_token_ids is None else {*params.allowed_token_ids}
+    banned = {word[0] for word in params.bad_words or () if len(word) == 1} | {*masked_ids}
+    num_left = vocab_size - len(banned) if allowed is None else len(allowed - banned)
+    if num_left:
+        return
+    given = {
+        "min_tokens": params.min_tokens or None,
+        "allowed_token_ids": params.allowed_token_ids and list(params.allowed_token_ids),
+        "bad_words": params.bad_words and f"<{len(params.bad_words)} words>",
+    }
+    named = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    raise InvalidValue(f"{named} together exclude all {vocab_size} ids of this model, so none could be sampled")
+
+
 def _output_budget(request: Request, config: CoreConfig) -> int:
     """New tokens at most: what was asked, clipped to the room."""
-    length, asked = len(request.prompt_token_ids), request.params.max_tokens
+    params = request.params
+    length, asked, forced = len(request.prompt_token_ids), params.max_tokens, params.forced_token_ids
+    if asked is None and forced is not None:
+        asked = len(forced)
     if length == 0:
         raise InvalidValue("the prompt is empty: it needs at least one token")
     least_output = 0 if asked == 0 else 1
@@ -64,6 +91,11 @@ def _output_budget(request: Request, config: CoreConfig) -> int:
             f"(num_pages={config.num_pages} of page_size={config.page_size})"
         )
     room = config.max_num_tokens - length
+    if forced is not None and len(forced) > room:
+        raise MaxSequenceLengthOverflow(
+            f"forced_token_ids holds {len(forced)} ids, and after a prompt of {length} there is room for {room} of "
+            f"{config.max_num_tokens} tokens"
+        )
     return room if asked is None else min(asked, room)
 
 

@@ -16,6 +16,7 @@ from perdure.api.config import CoreConfig
 from perdure.api.errors import InvalidValue
 from perdure.api.fingerprint import Fingerprint
 from perdure.api.request import Request
+from perdure.api.sampling import HELD
 from perdure.api.scores import TokenScores
 from perdure.core.admission import check_ids, stop_rule
 from perdure.core.state import RequestState
@@ -23,8 +24,10 @@ from perdure.core.stopping import CursorFactory
 
 
 def take(state: RequestState, fingerprint: Fingerprint) -> Checkpoint:
-    """The request as it is now. Everything in it is a copy."""
+    """The request as it is now. Everything in it is a copy. Raises `InvalidValue` for one that cannot go elsewhere."""
     request = state.request
+    if any(name.startswith(HELD) for name in request.params.logits_processors):
+        raise InvalidValue("logits_processors holds functions of this process: only 'module:function' goes elsewhere")
     return Checkpoint(
         request_id=request.request_id,
         status=cast(Literal["waiting", "running", "paused"], state.status.value),
@@ -71,7 +74,7 @@ def readmit(
     stops.pass_over(output)
     state = RequestState(request, arrival, checkpoint.seed, checkpoint.logprobs_mode, stops)
     if checkpoint.scores is not None:
-        state.scores = TokenScores.unpack(checkpoint.scores, output)
+        state.scores = TokenScores.unpack(checkpoint.scores, output, listed_ids=request.params.logprob_token_ids)
     if checkpoint.prompt_scores is not None and (is_same or output):  # else they are made anew, all of one kind
         scored = state.tokens[1 : 1 + checkpoint.prompt_scores.num_scored]
         state.prompt_scores = TokenScores.unpack(checkpoint.prompt_scores, scored, leading_none=True)

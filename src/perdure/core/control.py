@@ -88,7 +88,7 @@ class Control:
 
     @property
     def refusal(self) -> str | None:
-        """Why a request submitted now is refused: the engine is not whole, or will not be after the orders before it."""
+        """Why a request submitted now is refused: the engine will not be whole after the orders before it."""
         if self.state is EngineState.STOPPED:
             return "the engine is stopped: it takes no more requests"
         after = self._residency.copy()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, RowInit, StepPlan
-from perdure.api.sampling import ALL_LOGPROBS
+from msgspec.structs import replace
+
+from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, Adjustments, RowInit, StepPlan
+from perdure.api.sampling import ALL_LOGPROBS, SamplingParams
 from perdure.core.pages import PagePool
 from perdure.core.state import RequestState
 
@@ -109,10 +111,35 @@ def row_settings(state: RequestState, vocab_size: int) -> RowInit:
         seed=state.seed,
         min_tokens=state.stops.min_tokens,
         masked_ids=state.stops.masked_ids,
-        num_logprobs=_num_logprobs(params.logprobs, vocab_size),
+        num_logprobs=_num_logprobs(_best_asked(params), vocab_size),
         num_prompt_logprobs=_num_logprobs(params.prompt_logprobs, vocab_size),
         processed_logprobs=state.logprobs_mode == "processed",
+        adjustments=_adjustments(state),
+        listed_ids=params.logprob_token_ids or (),
+        forced_ids=params.forced_token_ids or (),
     )
+
+
+def _adjustments(state: RequestState) -> Adjustments | None:
+    """What the request asked; None = nothing."""
+    params = state.request.params
+    asked = Adjustments(
+        repetition_penalty=float(params.repetition_penalty),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        logit_bias=params.logit_bias or (),
+        allowed_ids=params.allowed_token_ids,
+        bad_words=tuple(word for word in params.bad_words or () if not isinstance(word, str)),
+        functions=params.logits_processors,
+    )
+    if asked == Adjustments():
+        return None
+    return replace(asked, history=tuple(state.tokens)) if asked.looks_back else asked
+
+
+def _best_asked(params: SamplingParams) -> int | None:
+    """`logprobs`; listed ids alone ask for the chosen one's score too."""
+    return 0 if params.logprobs is None and params.asks_scores else params.logprobs
 
 
 def _num_logprobs(asked: int | None, vocab_size: int) -> int:

@@ -200,6 +200,8 @@ class Scheduler:
             if planned < state.prefill_end:
                 prefills.append(state)
             elif planned < state.last_position and draft.tokens_left > 0:
+                if state.needs_host and state.in_flight:
+                    continue  # its neighbours go on
                 if planned == len(state.pages) * page_size and not self._grow(state, draft):
                     continue
                 draft.decode(state)

@@ -61,7 +61,7 @@ class RequestState:
         self.stops = stops
         self.status = Status.WAITING
         self.tokens = list(request.prompt_token_ids)
-        self.scores = None if params.logprobs is None else TokenScores()
+        self.scores = TokenScores(listed_ids=params.logprob_token_ids) if params.asks_scores else None
         self.prompt_scores = None if params.prompt_logprobs is None else TokenScores(leading_none=True)
         self.in_flight = 0
         self.num_cached = 0
@@ -104,6 +104,11 @@ class RequestState:
     @property
     def is_resident(self) -> bool:
         return self.slot != NO_SLOT
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host has a say between its tokens: it then has one step in flight at most."""
+        return bool(self.request.params.logits_processors)
 
     @property
     def prompt_length(self) -> int:

@@ -2,7 +2,8 @@
 
 - Every new token is tested in order, so that the first stop wins wherever in a step's tokens it falls.
 - Sequences and strings are matched over the whole output, across any interruption: they read the one list of tokens.
-- Before `min_tokens` nothing ends a request; a string or sequence completed before it does not count later either.
+- Before `min_tokens` nothing ends a request; a string or sequence completed before it does not count later either. The
+  same holds inside a forced continuation.
 - Text is made above the core: a request with stop strings brings a cursor that turns ids into text.
 """
 
@@ -69,6 +70,7 @@ class StopRule:
         self.prompt_length = len(request.prompt_token_ids)
         self.max_output = max_output
         self.min_tokens = min(params.min_tokens, max_output + 1)  # more would mean the same: it ends by length
+        self.num_forced = len(params.forced_token_ids or ())
         self.reasons: dict[int, int | None] = {token: token for token in params.stop_token_ids}
         if not params.ignore_eos:
             self.reasons.update(dict.fromkeys(end_ids))
@@ -93,17 +95,18 @@ class StopRule:
         for at in range(first, len(tokens)):
             if tokens[at] in self.reasons:
                 count = at + 1 - self.prompt_length
-                if count > self.min_tokens:
+                if count > self.min_tokens and count > self.num_forced:
                     return StopMatch(self.reasons[tokens[at]], count, 1)
         return None
 
     def _first_of_all(self, tokens: list[int], first: int) -> StopMatch | None:
         for at in range(first, len(tokens)):
             count = at + 1 - self.prompt_length
-            text = self.strings.push(tokens[at], count >= self.min_tokens) if self.strings is not None else None
-            if tokens[at] in self.reasons and count > self.min_tokens:
+            counts = count >= self.min_tokens and count > self.num_forced
+            text = self.strings.push(tokens[at], counts) if self.strings is not None else None
+            if tokens[at] in self.reasons and counts and count > self.min_tokens:
                 return StopMatch(self.reasons[tokens[at]], count, 1)
-            if count >= self.min_tokens:
+            if counts:
                 ending = [s for s in self.sequences if len(s) <= count and tuple(tokens[at + 1 - len(s) : at + 1]) == s]
                 if ending:
                     longest = max(ending, key=len)

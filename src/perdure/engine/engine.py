@@ -140,7 +140,16 @@ class Engine:
 
     def submit(self, submissions: list[tuple[cmd.Submit, Receiver]]) -> None:
         """Submit all of these with nothing in between. Raises `EngineDead`."""
-        self._send({one.request.ticket: receiver for one, receiver in submissions}, [one for one, _ in submissions])
+        named: list[cmd.Command] = [replace(one, request=self._named(one.request)) for one, _ in submissions]
+        self._send({one.request.ticket: receiver for one, receiver in submissions}, named)
+
+    def _named(self, request: Request) -> Request:
+        """Functions cross by name; each is held until its request ends."""
+        given = request.params.logits_processors
+        if all(isinstance(one, str) for one in given):
+            return request
+        names = self.resolved.runner.functions.hold(request.ticket, given)
+        return replace(request, params=replace(request.params, logits_processors=names))
 
     def send(self, command: cmd.Command) -> None:
         """A command that has no answer."""
@@ -268,6 +277,8 @@ class Engine:
                 event = self._timed(event, time)
             last = not isinstance(event, (ev.Progress, ev.Moment))
             receiver = self._receivers.pop(event.ticket) if last else self._receivers[event.ticket]
+            if last:
+                self.resolved.runner.functions.release(event.ticket)
             with _logging_faults():
                 receiver.deliver(event, time)
 

@@ -62,6 +62,6 @@ class Arrivals:
 
 def refused_output(request_id: RequestId, params: SamplingParams, error: PerdureError) -> RequestOutput:
     """What stands in a list of results for a request that was not admitted."""
-    scores = None if params.logprobs is None else TokenScores()
+    scores = TokenScores(listed_ids=params.logprob_token_ids) if params.asks_scores else None
     completion = CompletionOutput(index=0, text="", token_ids=[], logprobs=scores, finish_reason="error")
     return RequestOutput(request_id, [completion], finished=True, error=error)

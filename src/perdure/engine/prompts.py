@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any, cast
 
+from msgspec.structs import replace
+
 from perdure.api import command as cmd
 from perdure.api.checkpoint import Checkpoint
 from perdure.api.errors import InvalidValue
 from perdure.api.request import Request, RequestId
 from perdure.api.sampling import MAX_INTEGER, SamplingParams, is_unicode
 from perdure.engine.tokenizer import Tokenizer
+from perdure.runner.functions import imported
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Checkpoint
 
@@ -110,6 +113,7 @@ def submission(
     stream: bool,
 ) -> cmd.Submit:
     """What to submit for a prompt or a checkpoint. Raises `InvalidValue`."""
+    params = _settled(params, tokenizer)
     if isinstance(prompt, Checkpoint):
         return cmd.Submit(prompt.as_request(request_id, ticket, stream), prompt)
     token_ids, text = token_ids_of(prompt, tokenizer)
@@ -137,3 +141,27 @@ def ids_to_abort(request_ids: RequestId | Sequence[RequestId]) -> list[RequestId
     if not isinstance(given, Sequence):
         raise InvalidValue(f"request_ids={request_ids!r} is neither an id nor a list of ids")
     return [checked_id(one) for one in given]
+
+
+def _settled(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """The settings with words as ids, and every named function found. Raises `InvalidValue`."""
+    for processor in params.logits_processors:
+        if isinstance(processor, str):
+            imported(processor)
+    words = params.bad_words
+    if words is None or not any(isinstance(word, str) for word in words):
+        return params
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        found += _spellings(word, tokenizer) if isinstance(word, str) else [word]
+    return replace(params, bad_words=tuple(dict.fromkeys(found)))
+
+
+def _spellings(word: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
+    """A word's ids where a text begins and after a space; one that ends with the other says nothing new."""
+    if tokenizer is None:
+        raise InvalidValue(f"bad_words holds {word!r}, but the model came without a tokenizer: give lists of ids")
+    bare = word.lstrip() or word
+    at_start, inside = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, f" {bare}"))
+    found = [at_start] if inside[-len(at_start) :] == at_start else [at_start, inside]
+    return [ids for ids in found if ids]

@@ -81,6 +81,8 @@ class Resolved:
             **{f"products {shape}": words for shape, words in self.loaded.products.items()},
             "logprobs_mode": core.logprobs_mode,
             "seed": core.seed,
+            "seed_policy": self.config.seed_policy,
+            "replica": self.config.replica,
         }
 
 
@@ -169,6 +171,7 @@ def _core_config(config: EngineConfig, loaded: LoadedModel) -> tuple[CoreConfig,
         max_num_waiting=config.max_num_waiting,
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
+        replica=config.replica if config.seed_policy == "per_replica" else 0,
         on_mismatch=config.on_mismatch,
         poison_free_pages=config.poison_free_pages,
     )

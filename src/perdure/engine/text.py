@@ -149,7 +149,7 @@ class StreamBuilder:
         self._token_ids: list[int] = []
         self._begins: list[int] = []
         """Where each decoded token's text begins."""
-        self._scores = TokenScores() if params.logprobs is not None else None
+        self._scores = TokenScores(listed_ids=params.logprob_token_ids) if params.asks_scores else None
         self._epochs: list[tuple[int, int]] = []
         self._text = ""
         self._ids_out = 0

@@ -1,17 +1,18 @@
 """Drawing tokens and scoring them, vectorised over rows with mixed settings.
 
-- Order: mask of excluded ids, temperature, min_p, top_k, renormalise, top_p over what is left; then one keyed draw.
+- Order: what `adjust` does; temperature, min_p, top_k, renormalise, top_p over what is left; then one keyed draw.
 - Temperature 0 and top_k 1 are the argmax, ties to the lowest id.
 - A row's token and scores are functions of that row's logits and settings: no bit depends on the other rows.
 - The draw is spelled out to the rounding (`draw`), so that any device can reproduce it from the same weights.
 - Logits are never changed; a few rows at a time are copied, as many as stay in the cache.
 
-Shapes: n rows, V = vocabulary, nb = blocks of 64 ids. Logits are fp32 [n, V] with a finite largest value in each row.
+Shapes: n rows, V = vocabulary, nb = blocks of 64 ids. Logits are fp32 [n, V] with a finite largest value in each row,
+-inf where an id is excluded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,15 +20,17 @@ import torch
 from numpy.typing import NDArray
 
 from perdure.ops.philox import uniforms
-from perdure.ops.select import TINY, Floats, Ids, kept, largest
+from perdure.ops.select import TINY, Floats, Ids, kept, largest, row_slices
 
 BLOCK = 64  # ids in one block of the draw's sum; part of the definition of a draw
-SLICE_VALUES = 1 << 18  # values handled at once: 1 MiB
+
+
+NO_LIST: Ids = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """Settings of n rows. excluded: (row, ids) of rows that must not draw some ids."""
+    """Settings of n rows."""
 
     temperature: NDArray[np.float32]
     top_k: Ids
@@ -35,11 +38,9 @@ class SamplingColumns:
     min_p: NDArray[np.float64]
     seed: NDArray[np.uint64]
     output_index: Ids
-    excluded: list[tuple[int, Ids]]
 
     def take(self, rows: Ids) -> SamplingColumns:
         """The settings of some rows, ascending."""
-        new_index = {row: index for index, row in enumerate(rows.tolist())}
         return SamplingColumns(
             self.temperature[rows],
             self.top_k[rows],
@@ -47,18 +48,20 @@ class SamplingColumns:
             self.min_p[rows],
             self.seed[rows],
             self.output_index[rows],
-            [(new_index[row], ids) for row, ids in self.excluded if row in new_index],
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of one id a row. top_ids and top_scores: the best of each row, best first, ties to the lower id."""
+    """Scores of one id a row. top_ids and top_scores: the best of each row, best first, ties to the lower id.
+    listed_ranks and listed_scores: of each row's listed ids, in their order."""
 
     chosen: Floats
     rank: Ids
     top_ids: list[Ids]
     top_scores: list[Floats]
+    listed_ranks: list[Ids]
+    listed_scores: list[Floats]
 
 
 def unusable_rows(logits: Floats) -> NDArray[np.bool_]:
@@ -70,17 +73,16 @@ def unusable_rows(logits: Floats) -> NDArray[np.bool_]:
 def sample(logits: Floats, columns: SamplingColumns) -> Ids:
     """One token a row [n]."""
     tokens = np.empty(len(logits), np.int64)
-    excluded = dict(columns.excluded)
     greedy = (columns.temperature == 0.0) | (columns.top_k == 1)
     for row in np.flatnonzero(greedy).tolist():
-        tokens[row] = _without(logits[row], excluded.get(row)).argmax()  # numpy's argmax is the first of equals
+        tokens[row] = logits[row].argmax()  # numpy's argmax is the first of equals
     drawn = np.flatnonzero(~greedy)
     if len(drawn) == 0:
         return tokens
     u = uniforms(columns.seed[drawn], columns.output_index[drawn])
-    for part in _slices(len(drawn), logits.shape[1]):
+    for part in row_slices(len(drawn), logits.shape[1]):
         rows = drawn[part]
-        x = _scaled(logits, columns, rows, excluded)
+        x = _scaled(logits, columns, rows)
         w = np.exp(x)
         for index, row in enumerate(rows.tolist()):
             ids = _kept(x[index], w[index], columns, row)
@@ -92,11 +94,10 @@ def sample(logits: Floats, columns: SamplingColumns) -> Ids:
 
 def processed(logits: Floats, columns: SamplingColumns) -> Floats:
     """What `sample` draws from, as logits [n, V]: scaled, -inf where dropped. A greedy row is all on its one id."""
-    excluded = dict(columns.excluded)
-    x = _scaled(logits, columns, np.arange(len(logits)), excluded)
+    x = _scaled(logits, columns, np.arange(len(logits)))
     for row in range(len(logits)):
         if columns.temperature[row] == 0.0 or columns.top_k[row] == 1:
-            best = _without(logits[row], excluded.get(row)).argmax()
+            best = logits[row].argmax()
             x[row] = -np.inf
             x[row, best] = 0.0
         else:
@@ -127,8 +128,9 @@ def draw(w: Floats, u: Floats) -> Ids:
     return block * BLOCK + np.where(reached.any(axis=1), reached.argmax(axis=1), last)
 
 
-def score(x: Floats, ids: Ids, num_top: Ids) -> Scores:
-    """log-softmax of each row of x [n, V] (which may hold -inf) at ids [n], its rank, and the num_top[row] best.
+def score(x: Floats, ids: Ids, num_top: Ids, listed: Sequence[Ids] | None = None) -> Scores:
+    """log-softmax of each row of x [n, V] (which may hold -inf) at ids [n], its rank, the num_top[row] best, and the
+    listed[row] ids with their ranks.
 
     rank = 1 + how many come before it in (value descending, id ascending). num_top < 0 or > V = all.
     """
@@ -136,7 +138,8 @@ def score(x: Floats, ids: Ids, num_top: Ids) -> Scores:
     chosen = np.empty(num_rows, np.float32)
     rank = np.empty(num_rows, np.int64)
     top_ids, top_scores = [], []
-    for part in _slices(num_rows, vocab_size):
+    listed_ranks, listed_scores = [], []
+    for part in row_slices(num_rows, vocab_size):
         rows = x[part]
         at = np.arange(len(rows)), ids[part]
         normaliser = _log_sum_exp(rows)
@@ -145,10 +148,17 @@ def score(x: Floats, ids: Ids, num_top: Ids) -> Scores:
         for index, (row, k) in enumerate(zip(rows, num_top[part].tolist(), strict=True)):
             id_ = at[1][index]
             rank[part.start + index] = 1 + greater[index] + np.count_nonzero(row[:id_] == row[id_])
+            others = NO_LIST if listed is None else listed[part.start + index]
+            listed_ranks.append(np.array([_rank(row, other) for other in others.tolist()], np.int64))
+            listed_scores.append((row[others] - normaliser[index]).astype(np.float32))
             best = largest(row, vocab_size if k < 0 else min(k, vocab_size))
             top_ids.append(best)
             top_scores.append((row[best] - normaliser[index]).astype(np.float32))
-    return Scores(chosen, rank, top_ids, top_scores)
+    return Scores(chosen, rank, top_ids, top_scores, listed_ranks, listed_scores)
+
+
+def _rank(row: Floats, id_: int) -> int:
+    return int(1 + np.count_nonzero(row > row[id_]) + np.count_nonzero(row[:id_] == row[id_]))
 
 
 def _log_sum_exp(x: Floats) -> NDArray[np.float64]:
@@ -171,13 +181,10 @@ def _block_sums(w: Floats) -> Floats:
     return sums
 
 
-def _scaled(logits: Floats, columns: SamplingColumns, rows: Ids, excluded: dict[int, Ids]) -> Floats:
-    """(logits - largest) / temperature of some rows, -inf where excluded; the largest is subtracted first, so that no
-    temperature overflows. A greedy row comes out at temperature 1 or less, and is not used."""
+def _scaled(logits: Floats, columns: SamplingColumns, rows: Ids) -> Floats:
+    """(logits - largest) / temperature of some rows; the largest is subtracted first, so that no temperature overflows.
+    A greedy row comes out at temperature 1 or less, and is not used."""
     x = logits[rows]
-    for index, row in enumerate(rows.tolist()):
-        if row in excluded:
-            x[index, excluded[row]] = -np.inf
     x -= x.max(axis=1, keepdims=True)
     with np.errstate(over="ignore"):  # -inf is what a tiny temperature means
         x /= np.maximum(columns.temperature[rows], np.float32(TINY))[:, None]
@@ -199,16 +206,3 @@ def _kept(x: Floats, w: Floats, columns: SamplingColumns, row: int) -> Ids | Non
         top_p=float(columns.top_p[row]),
         min_p=float(columns.min_p[row]),
     )
-
-
-def _without(row: Floats, excluded: Ids | None) -> Floats:
-    if excluded is None:
-        return row
-    row = row.copy()
-    row[excluded] = -np.inf
-    return row
-
-
-def _slices(num_rows: int, vocab_size: int) -> Iterator[slice]:
-    step = max(1, SLICE_VALUES // vocab_size)
-    return (slice(low, min(low + step, num_rows)) for low in range(0, num_rows, step))

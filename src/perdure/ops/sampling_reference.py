@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,40 @@ def order(x: Doubles) -> list[int]:
     return sorted(range(len(x)), key=lambda id_: (-x[id_], id_))
 
 
+def adjusted(
+    logits: Iterable[float],
+    prompt: Sequence[int],
+    output: Sequence[int],
+    *,
+    logit_bias: Mapping[int, float] | None = None,
+    allowed_token_ids: Iterable[int] | None = None,
+    bad_words: Iterable[Sequence[int]] = (),
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    min_tokens: int = 0,
+    masked_ids: Iterable[int] = (),
+) -> Doubles:
+    """The logits that temperature is applied to, from the whole history: one sentence of the rules after another."""
+    x = np.array(list(logits), np.float64)
+    for id_, bias in (logit_bias or {}).items():
+        x[id_] += bias
+    if allowed_token_ids is not None:
+        allowed = {*allowed_token_ids}
+        x[[id_ for id_ in range(len(x)) if id_ not in allowed]] = -math.inf
+    history = [*prompt, *output]
+    for word in bad_words:
+        if len(word) <= len(history) + 1 and history[len(history) + 1 - len(word) :] == [*word[:-1]]:
+            x[word[-1]] = -math.inf
+    for id_ in {*history}:
+        x[id_] = x[id_] / repetition_penalty if x[id_] > 0 else x[id_] * repetition_penalty
+    for id_ in {*output}:
+        x[id_] -= frequency_penalty * output.count(id_) + presence_penalty
+    if len(output) < min_tokens:
+        x[list(masked_ids)] = -math.inf
+    return x
+
+
 def kept_ids(
     logits: Iterable[float],
     *,
@@ -34,16 +68,14 @@ def kept_ids(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    excluded: Iterable[int] = (),
 ) -> list[int]:
-    """Ids that may be drawn, ascending: mask, temperature, min_p, top_k, renormalise, top_p over what is left."""
+    """Ids that may be drawn, ascending: temperature, min_p, top_k, renormalise, top_p over what is left."""
     x = np.array(list(logits), np.float64)
-    x[list(excluded)] = -math.inf
     if temperature == 0.0 or top_k == 1:
         return [order(x)[0]]
     x = (x - x.max()) / temperature
     p = np.exp(log_softmax(x))
-    keep = [id_ for id_ in range(len(x)) if p[id_] >= min_p * p.max()]
+    keep = [id_ for id_ in range(len(x)) if p[id_] >= min_p * p.max() and x[id_] > -math.inf]
     if 0 < top_k < len(x):
         border = x[order(x)[top_k - 1]]
         keep = [id_ for id_ in keep if x[id_] >= border]

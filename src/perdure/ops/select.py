@@ -1,12 +1,14 @@
 """Choosing ids of one row by value: the k largest, and the filters of a distribution.
 
 - Every choice is a function of one row, so a row's result cannot depend on its neighbours.
-- Order is always (value descending, id ascending).
+- Order is always (value descending, id ascending). An id that is excluded already has the value -inf.
 
 Shapes: V = vocabulary. x [V] are fp32 values (for filters: scaled logits, the largest 0), w [V] = exp(x).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,13 @@ Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 TINY = float(np.finfo(np.float32).tiny)
+SLICE_VALUES = 1 << 18  # values handled at once: 1 MiB
+
+
+def row_slices(num_rows: int, vocab_size: int) -> Iterator[slice]:
+    """Rows in slices that stay in the cache."""
+    step = max(1, SLICE_VALUES // vocab_size)
+    return (slice(low, min(low + step, num_rows)) for low in range(0, num_rows, step))
 
 
 def kth_largest(x: Floats, k: int) -> np.float32:

@@ -5,6 +5,8 @@
 - It fails on any read of a slot that was never written or is away, and on any tail of a page that was not cleared
   before use.
 - Its weights are a number that changes the content of every position.
+- A row whose settings look back draws by its whole history, and fails if that is not the true one; a row that the host
+  has a say in fails if two of its draws are in flight.
 - Nothing is executed before somebody waits for it, so a decision that needs a result in flight cannot be right by luck.
 - Each plan is encoded and decoded on its way in.
 """
@@ -45,6 +47,8 @@ def draw(content: int, seed: int, index: int, settings: RowInit, vocab_size: int
     """The token that follows a context: greedy of the context alone, else of (seed, output index) too."""
     mixed = content if settings.temperature == 0 else chain(content ^ seed & _MASK, index)
     token = (mixed >> 7) % vocab_size
+    if index < len(settings.forced_ids):
+        return settings.forced_ids[index]
     while index < settings.min_tokens and token in settings.masked_ids:
         token = (token + 1) % vocab_size
     return token
@@ -58,6 +62,15 @@ def score(content: int, token: int) -> float:
 def top(content: int, token: int, count: int, vocab_size: int) -> tuple[list[int], list[float]]:
     ids = [(token + 1 + i) % vocab_size for i in range(vocab_size if count < 0 else count)]
     return ids, [score(content, i) for i in ids]
+
+
+def look_back(content: int, settings: RowInit, history: Sequence[int]) -> int:
+    """What a draw depends on: the context, and the history where the settings look back."""
+    if settings.adjustments is None or not settings.adjustments.looks_back:
+        return content
+    for token in history:
+        content = chain(content, token)
+    return content
 
 
 class FakeDevice:
@@ -94,6 +107,9 @@ class FakeDevice:
         self._settings: list[RowInit | None] = [None] * num_slots
         self._position = [0] * num_slots
         self._last_token = [0] * num_slots
+        self._history: list[list[int]] = [[] for _ in range(num_slots)]
+        self._host_has_a_say: set[int] = set()
+        """Requests whose rows call functions."""
         self._failed: dict[int, str] = {}
         """Slots whose row failed: it fails in later launched steps too, until the slot gets another request."""
         self._queue: deque[FakeTicket] = deque()
@@ -105,14 +121,29 @@ class FakeDevice:
         assert received == plan, "a plan changes on the wire"
         if self._kv_asleep or self._weights_away is not None or self.weights == _BROKEN:
             raise DeviceFault("a step is launched while the device is asleep, or its weights are not whole")
+        self._check_one_draw_in_flight(received)
         ticket = FakeTicket(self, received)
         self._queue.append(ticket)
         return ticket
 
+    def _check_one_draw_in_flight(self, plan: StepPlan) -> None:
+        for init in plan.row_inits:
+            self._host_has_a_say.discard(init.request)  # numbers begin anew after a reset
+            if init.adjustments is not None and init.adjustments.functions:
+                self._host_has_a_say.add(init.request)
+        drawing = {r for other in self._queue for r, s in zip(other.plan.request, other.plan.sample, strict=True) if s}
+        for request in plan.request:
+            if request in self._host_has_a_say and request in drawing:
+                raise DeviceFault(f"request {request} is planned before its last token is known to the host")
+
     def check(self, rows: Sequence[DeviceRow]) -> None:
         for row in rows:
             slot = row.settings.slot
-            assert self._settings[slot] == row.settings and self._tables[slot] == row.pages
+            found = self._settings[slot]
+            assert found is not None and _but_history(found) == _but_history(row.settings)
+            assert self._tables[slot] == row.pages
+            told = row.settings.adjustments
+            assert told is None or not told.looks_back or self._history[slot] == [*told.history]
             assert self._position[slot] == row.position
             assert row.last_token is None or self._last_token[slot] == row.last_token
 
@@ -175,6 +206,7 @@ class FakeDevice:
     def _execute(self, plan: StepPlan) -> StepOutput:
         for settings in plan.row_inits:
             self._settings[settings.slot] = settings
+            self._history[settings.slot] = list(settings.adjustments.history) if settings.adjustments else []
             self._tables[settings.slot] = []
             self._failed.pop(settings.slot, None)
         if self._raise(plan):
@@ -225,11 +257,16 @@ class FakeDevice:
         if not plan.sample[row]:
             return 0
         known = self._read(content)
-        token = draw(known, settings.seed, end - settings.prompt_length, settings, self.vocab_size)
+        history = self._history[slot]
+        if settings.adjustments is not None and settings.adjustments.looks_back and len(history) != end:
+            raise DeviceFault(f"slot {slot}: a history of {len(history)} tokens before the token at {end}")
+        drawn_from = look_back(known, settings, history)
+        token = draw(drawn_from, settings.seed, end - settings.prompt_length, settings, self.vocab_size)
         self._last_token[slot] = token
+        history.append(token)
         made.tokens.append(token)
         if settings.num_logprobs != NO_LOGPROBS:
-            self._score(made.records, row, end, known, token, settings.num_logprobs)
+            self._score(made.records, row, end, known, token, settings.num_logprobs, settings.listed_ids)
         return 1
 
     def _write(self, slot: int, start: int, tokens: list[int]) -> np.ndarray:
@@ -256,9 +293,18 @@ class FakeDevice:
         """Attention of a sort: depends on every position."""
         return int(content.sum(dtype=np.uint64)) & _MASK
 
-    def _score(self, into: _Scored, row: int, at: int, content: int, token: int, num_top: int) -> None:
+    def _score(
+        self, into: _Scored, row: int, at: int, content: int, token: int, num_top: int, listed: Sequence[int] = ()
+    ) -> None:
         ids, scores = top(content, token, num_top, self.vocab_size)
-        into.add(row, at, score(content, token), 1 + content % 5, ids, scores)
+        ranks, listed_scores = [1 + (content ^ id_) % 7 for id_ in listed], [score(content, id_) for id_ in listed]
+        into.add(row, at, score(content, token), 1 + content % 5, ids, scores, ranks, listed_scores)
+
+
+def _but_history(settings: RowInit) -> RowInit:
+    """The history grows as the row does."""
+    adjustments = settings.adjustments
+    return settings if adjustments is None else replace(settings, adjustments=replace(adjustments, history=()))
 
 
 class _Scored:
@@ -268,8 +314,20 @@ class _Scored:
         self.columns = ScoreColumns.empty()
         self.top_ids = array("i")
         self.top_scores = array("f")
+        self.listed_ranks = array("i")
+        self.listed_scores = array("f")
 
-    def add(self, row: int, at: int, chosen: float, rank: int, ids: list[int], scores: list[float]) -> None:
+    def add(
+        self,
+        row: int,
+        at: int,
+        chosen: float,
+        rank: int,
+        ids: list[int],
+        scores: list[float],
+        listed_ranks: Sequence[int] = (),
+        listed_scores: Sequence[float] = (),
+    ) -> None:
         self.columns.row.append(row)
         self.columns.position.append(at)
         self.columns.chosen.append(chosen)
@@ -277,9 +335,18 @@ class _Scored:
         self.columns.num_top.append(len(ids))
         self.top_ids.extend(ids)
         self.top_scores.extend(scores)
+        self.columns.num_listed.append(len(listed_ranks))
+        self.listed_ranks.extend(listed_ranks)
+        self.listed_scores.extend(listed_scores)
 
     def packed(self) -> ScoreColumns:
-        return replace(self.columns, top_ids=self.top_ids.tobytes(), top_scores=self.top_scores.tobytes())
+        return replace(
+            self.columns,
+            top_ids=self.top_ids.tobytes(),
+            top_scores=self.top_scores.tobytes(),
+            listed_ranks=self.listed_ranks.tobytes(),
+            listed_scores=self.listed_scores.tobytes(),
+        )
 
 
 class Made:

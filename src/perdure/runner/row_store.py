@@ -4,7 +4,7 @@
 - A slot belongs to the request of its last `RowInit`; nothing marks it free, a later one takes it over.
 - The core could rebuild all of it at any time.
 
-Shapes: S slots, W = the most pages a request can have.
+Shapes: S slots, W = the most pages a request can have, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.api.plan import DeviceRow, RowInit, StepPlan
-from perdure.ops.sampling import SamplingColumns
+from perdure.ops.sampling import NO_LIST, SamplingColumns
+from perdure.ops.select import Ids
+from perdure.runner.row_adjustments import RowAdjustments
 
 NO_REQUEST = -1
 _FLOAT32 = np.finfo(np.float32)
@@ -21,9 +23,12 @@ _MAX_TOP_K = 2**31
 
 
 class RowStore:
-    """position [S]: the next position to compute; last_token [S]: the token that stands there, once sampled."""
+    """position [S]: the next position to compute; last_token [S]: the token that stands there, once sampled.
 
-    def __init__(self, num_slots: int, max_pages: int) -> None:
+    listed_ids: ids to score beside each token, by slot. adjustments: what is done to a row's logits before temperature.
+    """
+
+    def __init__(self, num_slots: int, max_pages: int, vocab_size: int) -> None:
         self.request = np.full(num_slots, NO_REQUEST, np.int64)
         self.prompt_length = np.zeros(num_slots, np.int64)
         self.position = np.zeros(num_slots, np.int64)
@@ -37,8 +42,10 @@ class RowStore:
         self._top_p = np.ones(num_slots, np.float64)
         self._min_p = np.zeros(num_slots, np.float64)
         self._seed = np.zeros(num_slots, np.uint64)
-        self._min_tokens = np.zeros(num_slots, np.int64)
-        self._masked_ids = [np.empty(0, np.int64)] * num_slots
+        self.listed_ids: list[Ids] = [NO_LIST] * num_slots
+        self._forced_ids: list[tuple[int, ...]] = [()] * num_slots
+        self._num_forced = np.zeros(num_slots, np.int64)
+        self.adjustments = RowAdjustments(num_slots, vocab_size)
 
     def apply(self, plan: StepPlan) -> None:
         """The plan's deltas, in its order: new rows, then entries of the block table."""
@@ -51,11 +58,13 @@ class RowStore:
         """These rows now stand at these positions."""
         self.position[slots] = positions
 
-    def sampling(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> SamplingColumns:
-        """Settings for drawing the tokens that will stand at these positions of these rows."""
-        output_index = positions - self.prompt_length[slots]
-        early = np.flatnonzero(output_index < self._min_tokens[slots]).tolist()
-        masked = [(row, self._masked_ids[slots[row]]) for row in early]
+    def output_index(self, slots: Ids, positions: Ids) -> Ids:
+        """Where in its row's output a token at each of these positions stands."""
+        index: Ids = positions - self.prompt_length[slots]
+        return index
+
+    def sampling(self, slots: Ids, output_index: Ids) -> SamplingColumns:
+        """Settings for drawing the tokens of these rows at these output indices."""
         return SamplingColumns(
             temperature=self._temperature[slots],
             top_k=self._top_k[slots],
@@ -63,16 +72,26 @@ class RowStore:
             min_p=self._min_p[slots],
             seed=self._seed[slots],
             output_index=output_index,
-            excluded=[(row, ids) for row, ids in masked if len(ids)],
         )
+
+    def force(self, tokens: Ids, slots: Ids, output_index: Ids) -> None:
+        """Put the given token of a forced continuation in the place of what was drawn."""
+        for row in np.flatnonzero(output_index < self._num_forced[slots]).tolist():
+            tokens[row] = self._forced_ids[int(slots[row])][int(output_index[row])]
+
+    def sampled(self, slots: Ids, tokens: Ids) -> None:
+        """These rows got these tokens."""
+        self.last_token[slots] = tokens
+        self.adjustments.sampled(slots, tokens)
 
     def check(self, row: DeviceRow) -> None:
         """This row is what another account of it says: a row made anew of that would be equal in every column."""
         slot = row.settings.slot
-        anew = RowStore(slot + 1, self.block_table.shape[1])
+        anew = RowStore(slot + 1, self.block_table.shape[1], self.adjustments.vocab_size)
         anew._init(row.settings)
+        self.adjustments.check(slot, anew.adjustments)
         for name, column in vars(self).items():
-            if name not in ("position", "last_token", "block_table"):
+            if name not in ("position", "last_token", "block_table", "adjustments"):
                 found, told = column[slot], getattr(anew, name)[slot]
                 assert np.array_equal(found, told), f"slot {slot}: {name} is {found}, the core says {told}"
         assert self.position[slot] == row.position, f"slot {slot} stands at {self.position[slot]}, not {row.position}"
@@ -96,5 +115,7 @@ class RowStore:
         self._top_p[slot] = init.top_p
         self._min_p[slot] = init.min_p
         self._seed[slot] = init.seed
-        self._min_tokens[slot] = init.min_tokens
-        self._masked_ids[slot] = np.array(init.masked_ids, np.int64)
+        self.listed_ids[slot] = np.array(init.listed_ids, np.int64)
+        self._forced_ids[slot] = init.forced_ids
+        self._num_forced[slot] = len(init.forced_ids)
+        self.adjustments.init(init)

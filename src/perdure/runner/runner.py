@@ -23,6 +23,7 @@ from perdure.ops.attention import CacheShape, make_attention
 from perdure.ops.kv_write import plan_kv_write
 from perdure.ops.native import library
 from perdure.runner.failed_rows import with_rows, without_rows
+from perdure.runner.functions import Functions
 from perdure.runner.inputs import pack
 from perdure.runner.kv_store import KVStore
 from perdure.runner.row_store import RowStore
@@ -70,8 +71,13 @@ class Runner:
         self._native = library()
         self._failed: dict[int, str] = {}
         self._kv = KVStore(config, num_pages, page_size)
-        self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size))
+        self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size), config.vocab_size)
         self._sampler = Sampler(model, self._rows, self._row_tile)
+
+    @property
+    def functions(self) -> Functions:
+        """Where callers put the logits processors that their requests name."""
+        return self._rows.adjustments.functions
 
     @property
     def kv_bytes(self) -> int:
@@ -181,7 +187,7 @@ class Runner:
             rows, drawn, scores = self._sampler.sample(
                 hidden, step.sampled_hidden, step.sampled, slots, positions, errors
             )
-            self._rows.last_token[step.slots[rows]] = drawn
+            self._rows.sampled(step.slots[rows], drawn)
             num_sampled[rows] = 1
             tokens = drawn.tolist()
         return StepOutput(

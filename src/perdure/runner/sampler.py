@@ -1,6 +1,7 @@
 """From logits to what a step reports: tokens, their scores, the scores of prompt tokens, rows that failed.
 
-- A row whose logits hold NaN is an error of that row; the others do not notice.
+- A row whose logits hold NaN, or whose settings leave nothing to draw, is an error of that row; others do not notice.
+- Raw scores are of the model's logits as they come; processed ones of what was drawn from, after all that was asked.
 - Scores of prompt tokens are raw and made a slice of rows at a time, so a long prompt needs no [tokens, V] memory.
 - Nothing is computed for a row that did not ask.
 
@@ -16,6 +17,7 @@ import torch
 
 from perdure.api.plan import NO_LOGPROBS, ScoreColumns
 from perdure.models.base import Model
+from perdure.ops.adjust import adjust
 from perdure.ops.sampling import Scores, processed, sample, score, unusable_rows
 from perdure.ops.select import Floats
 from perdure.runner.inputs import Ints, Targets
@@ -23,6 +25,7 @@ from perdure.runner.row_store import RowStore
 
 TARGET_SLICE = 128  # prompt rows whose logits exist at once
 BAD_LOGITS = "the model's logits hold NaN or no finite value"
+NOTHING_LEFT = "what the request asked leaves no usable logits to sample from: all excluded, or NaN"
 
 
 class Sampler:
@@ -61,8 +64,15 @@ class Sampler:
         good = good[[int(row) not in errors for row in rows[good]]] if errors else good
         if len(good) < len(rows):
             logits, rows, slots, positions = logits[good], rows[good], slots[good], positions[good]
-        columns = self._rows.sampling(slots, positions)
-        tokens = sample(logits, columns)
+        adjusted, failed = self._adjusted(logits, slots, positions)
+        if failed:
+            errors.update((int(rows[at]), why) for at, why in failed.items())
+            left = np.setdiff1d(np.arange(len(rows)), list(failed))
+            logits, adjusted, rows, slots, positions = (x[left] for x in (logits, adjusted, rows, slots, positions))
+        output_index = self._rows.output_index(slots, positions)
+        columns = self._rows.sampling(slots, output_index)
+        tokens = sample(adjusted, columns)
+        self._rows.force(tokens, slots, output_index)
 
         entries = ScoreEntries()
         asked = self._rows.num_logprobs[slots] != NO_LOGPROBS
@@ -71,12 +81,27 @@ class Sampler:
             chosen = np.flatnonzero(asked & (of_processed == use_processed))
             if len(chosen) == 0:
                 continue
-            x = logits if len(chosen) == len(rows) else logits[chosen]
+            x = adjusted if use_processed else logits
+            x = x if len(chosen) == len(rows) else x[chosen]
             if use_processed:
                 x = processed(x, columns.take(chosen))
             num_top = self._rows.num_logprobs[slots[chosen]]
-            entries.add(rows[chosen], positions[chosen], score(x, tokens[chosen], num_top))
+            listed = [self._rows.listed_ids[slot] for slot in slots[chosen].tolist()]
+            entries.add(rows[chosen], positions[chosen], score(x, tokens[chosen], num_top, listed))
         return rows, tokens, entries
+
+    def _adjusted(self, logits: Floats, slots: Ints, positions: Ints) -> tuple[Floats, dict[int, str]]:
+        """What temperature is applied to: the logits after all that was asked, or these themselves if nothing was. And
+        why rows failed by it, by index."""
+        asked_of = self._rows.adjustments
+        failed: dict[int, str] = {}
+        x = asked_of.call_functions(slots, logits, failed)
+        asked = asked_of.of(slots, self._rows.output_index(slots, positions))
+        if asked is not None:
+            x = adjust(x, asked)
+        if x is not logits:
+            failed = dict.fromkeys(np.flatnonzero(unusable_rows(x)).tolist(), NOTHING_LEFT) | failed
+        return x, failed
 
     def _logits(self, hidden: torch.Tensor, rows: Ints) -> Floats:
         """fp32 logits [len(rows), V] of packed rows; the head's product is padded to whole tiles of rows."""
@@ -117,6 +142,8 @@ class ScoreEntries:
             order = order[~np.isin(row[order], list(errors))]
         top_ids = [ids for part in self.scores for ids in part.top_ids]
         top_scores = [values for part in self.scores for values in part.top_scores]
+        listed_ranks = [ranks for part in self.scores for ranks in part.listed_ranks]
+        listed_scores = [values for part in self.scores for values in part.listed_scores]
         kept = order.tolist()
         return ScoreColumns(
             row=row[order].tolist(),
@@ -124,6 +151,9 @@ class ScoreEntries:
             chosen=np.concatenate([part.chosen for part in self.scores])[order].tolist(),
             rank=np.concatenate([part.rank for part in self.scores])[order].tolist(),
             num_top=[len(top_ids[entry]) for entry in kept],
+            num_listed=[len(listed_ranks[entry]) for entry in kept],
+            listed_ranks=b"".join(listed_ranks[entry].astype("<i4").tobytes() for entry in kept),
+            listed_scores=b"".join(listed_scores[entry].astype("<f4").tobytes() for entry in kept),
             top_ids=b"".join(top_ids[entry].astype("<i4").tobytes() for entry in kept),
             top_scores=b"".join(top_scores[entry].astype("<f4").tobytes() for entry in kept),
         )

@@ -115,6 +115,8 @@ class PlannedNative:
     def run(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         q = dense_rows(q)
         num_queries = int(self.arrays.offsets[-1])
+        assert q.shape[0] >= num_queries and q.shape[1:] == (self.shape.num_heads, self.shape.head_dim), q.shape
+        assert cache.is_contiguous() and cache.dtype == torch.float32, (cache.stride(), cache.dtype)
         out = q.new_empty(q.shape)
         out[num_queries:] = 0.0
         items = len(self.arrays.blocks) * self.shape.num_kv_heads

@@ -24,10 +24,13 @@ class NativeKVWrite:
 
     @classmethod
     def plan(cls, library: Library, shape: CacheShape, slots: NDArray[np.int64]) -> NativeKVWrite:
+        assert not len(slots) or (slots.min() >= 0 and slots.max() < shape.num_pages * shape.page_size), "no such slot"
         return cls(library.c, shape, np.ascontiguousarray(slots, np.int64))
 
     def run(self, keys: Tensor, values: Tensor, cache: Tensor) -> None:
         shape, keys, values = self.shape, dense_rows(keys), dense_rows(values)
+        assert keys.shape == values.shape and keys.shape[0] >= len(self.slots), (keys.shape, values.shape)
+        assert keys.shape[1:] == (shape.num_kv_heads, shape.head_dim) and cache.is_contiguous(), keys.shape
         self.c.write_pages(
             shape.num_kv_heads,
             shape.head_dim,

@@ -30,9 +30,9 @@ static int helpers = 0;       /* threads started */
 static int sleeping = 0;      /* of them asleep; under `asleep` */
 
 static struct {
-    work do_item;
-    const void *data;
-    long items;
+    _Atomic(work) do_item;
+    _Atomic(const void *) data;
+    atomic_long items;
 } job; /* written only while `state` says that no item is left */
 
 /* The job's number in the upper half, the items nobody has taken in the lower. Taking one is one exchange, which fails
@@ -43,9 +43,9 @@ static atomic_long done = 0;
 static void take_items(void) {
     uint64_t seen = atomic_load_explicit(&state, memory_order_acquire);
     while ((uint32_t)seen) {
-        work do_item = job.do_item;
-        const void *data = job.data;
-        long items = job.items;
+        work do_item = atomic_load_explicit(&job.do_item, memory_order_relaxed);
+        const void *data = atomic_load_explicit(&job.data, memory_order_relaxed);
+        long items = atomic_load_explicit(&job.items, memory_order_relaxed);
         if (!atomic_compare_exchange_weak_explicit(&state, &seen, seen - 1, memory_order_acq_rel, memory_order_acquire))
             continue;
         do_item(data, items - (long)(uint32_t)seen);
@@ -108,9 +108,9 @@ void share(work do_item, const void *data, long items) {
         return;
     }
     start_helpers();
-    job.do_item = do_item;
-    job.data = data;
-    job.items = items;
+    atomic_store_explicit(&job.do_item, do_item, memory_order_relaxed);
+    atomic_store_explicit(&job.data, data, memory_order_relaxed);
+    atomic_store_explicit(&job.items, items, memory_order_relaxed);
     atomic_store(&done, 0);
     atomic_store(&state, ((uint64_t)(job_number() + 1) << 32) | (uint32_t)items);
     pthread_mutex_lock(&asleep);
