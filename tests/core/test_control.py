@@ -203,3 +203,19 @@ def test_a_stop_answers_every_order() -> None:
     assert desk.give() == [Done(1), Done(4)] and desk.state is EngineState.STOPPED
     assert "stopped" in refused(desk.give(cmd.Suspend(5))) and "stopped" in str(desk.control.refusal)
     assert desk.give(cmd.Resume(6)) == [Done(6)] and desk.state is EngineState.STOPPED
+
+
+def test_a_request_behind_orders_that_bring_all_back_is_taken() -> None:
+    """Dropped weights, an update and the way back lie in the queue: what is submitted behind them finds a whole
+    engine. Without the update the way back will be refused, and so is the request."""
+    desk = Desk()
+    desk.give(cmd.Suspend(1, "offload", "drop"), cmd.Resume(2, ["weights"]), cmd.Resume(3))
+    assert desk.control.refusal is not None
+    desk = Desk()
+    desk.give(cmd.Suspend(1, "offload", "drop"), cmd.Resume(2, ["weights"]))
+    desk.give(cmd.UpdateWeights(3, epoch=1))
+    assert desk.control.refusal is not None, "the KV sleeps on"
+    desk.give(cmd.Resume(4))
+    assert desk.control.refusal is None
+    told = [event for _ in range(4) for event in desk.perform()]
+    assert told == [Done(1), Done(2), Done(3), Done(4)] and desk.state is EngineState.RUNNING

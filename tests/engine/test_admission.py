@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 
 from perdure import InvalidValue, MaxSequenceLengthOverflow, SamplingParams
+from perdure.api import command as cmd
+from perdure.api.event import Event, Refused
+from perdure.api.request import Request
+from perdure.engine.llm import Call
 from perdure.models.tiny import BOS_ID, make_tiny_llama
 from tests.engine.conftest import MakeAsync, MakeLLM, Solo
 from tests.engine.helpers import (
@@ -25,6 +29,7 @@ from tests.engine.helpers import (
     prompt,
     run_async,
     settings,
+    until,
 )
 from tests.engine.reference import Reference
 from tests.witness import witness
@@ -314,3 +319,41 @@ def test_T23_a_list_of_another_length_is_refused(make_llm: MakeLLM) -> None:
         llm.generate([[1], [2], [3]], [settings()] * 2)
     with pytest.raises(InvalidValue, match="request_ids has 1 entries for 2 prompts"):
         llm.generate([[1], [2]], settings(), request_ids=["one"])
+
+
+@DEPTHS
+@pytest.mark.parametrize("wrong", ["too long", "never fits", "out of range", "live id", "suspended"])
+def test_s12_an_invalid_request_gets_one_reply_and_leaves_no_entry(
+    wrong: str, depth: int, make_llm: MakeLLM, solo: Solo
+) -> None:
+    """The reply comes by itself: the engine takes no step for it, then or later, and counts it nowhere."""
+    llm = make_llm(num_pages=8, steps_in_flight=depth)
+    engine, params = llm._engine, settings(temperature=1.0, max_tokens=6)
+    scheduler, loop = engine._loop.scheduler, engine._loop
+    others = 0
+    if wrong == "live id":
+        llm.pause()  # nobody steps for the live one either
+        call = in_thread(lambda: llm.generate([A_PROMPT], params, request_ids=["A"]))
+        until(lambda: scheduler.num_live == 1)
+        others = 1
+    elif wrong == "suspended":
+        llm.suspend()
+    told: list[Event] = []
+    publish = loop._publish
+    loop._publish = lambda events, time: (told.extend(events), publish(events, time))[1]
+    ids = {"too long": prompt(L + 1), "never fits": prompt(200), "out of range": [1, V]}.get(wrong, A_PROMPT)
+    wanted = cmd.Submit(Request("A", engine.ticket(), ids, params))
+    waiting = Call()
+    engine.submit([(wanted, waiting.receiver(wanted))])
+    end = waiting.wait(1)[wanted.request.ticket]
+    stats = llm.stats()
+    replies = [event for event in told if event.ticket == wanted.request.ticket]
+    assert replies == [end] and isinstance(end, Refused) and end.request_id == "A"
+    entries = (len(scheduler._states), len(scheduler._live), len(scheduler._waiting), len(engine._receivers))
+    assert entries == (others,) * 4
+    assert (stats.num_steps, stats.num_requests, stats.num_free_pages) == (0, others, stats.num_pages)
+    witness("s12", num_replies=len(replies), error=end.failure.kind, message=end.failure.message)
+    llm.resume()
+    (output,) = call() if others else llm.generate([A_PROMPT], params, request_ids=["A"])
+    check_equal(output, solo(A_PROMPT, params))  # which is the first of its engine: its seed is that of arrival 0
+    assert llm.stats().num_requests == 1 and waiting.wait(1) == {wanted.request.ticket: end}

@@ -19,6 +19,7 @@ from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import CoreConfig
 from perdure.api.directive import Directive
 from perdure.api.fingerprint import Fingerprint
+from perdure.api.output import Stats
 from perdure.api.plan import StepOutput, StepPlan
 from perdure.api.request import Request
 from perdure.api.sampling import SamplingParams
@@ -34,6 +35,14 @@ from tests.sim.orders import Orders
 MAX_TURNS = 20_000
 SAME_WEIGHTS = Fingerprint(weights="0")
 """Of both engines at their start, and of the other one always."""
+
+
+KINDS = (
+    *(f"suspended by {kv}" for kv in ("persist", "offload", "recompute")),
+    *("Pause done", "UpdateWeights done", "Reset done", "checkpoint while running"),
+)
+STORM = 5
+"""A life in which so many kinds of interruption met is a storm."""
 
 
 class PieceCursor:
@@ -63,6 +72,7 @@ class Life:
     def __init__(self, seed: int, depth: int, marks: Counter[str]) -> None:
         self.rng = rng = random.Random(f"{seed}/{depth}")
         self.marks = marks
+        self.marks_before = marks.copy()
         page_size = rng.choice((1, 2, 4, 8))
         max_len = rng.choice((16, 32, 48))
         num_pages = max(1, rng.choice((4, 5, 6, 10)) * max_len // 4 // page_size - rng.randrange(3))
@@ -82,6 +92,8 @@ class Life:
             poison_free_pages=rng.random() < 0.5,
         )
         self.faulty = rng.random() < 0.25
+        self.is_stormy = rng.random() < 0.7
+        """Every kind of order, and more of them."""
         self.cancels = rng.random() < 0.3
         """Whether a resume or an abort may help a pause that is not answered yet; else it must come by itself."""
         self.device = FakeDevice(
@@ -135,20 +147,19 @@ class Life:
         to_submit = self.rng.randint(2, 12)
         for _ in range(MAX_TURNS):
             roll = self.rng.random()
-            may_submit = not self.orders.may_lack_weights
-            if to_submit and roll < 0.34 and may_submit:
+            if to_submit and roll < 0.34:
                 for _ in range(min(to_submit, self.rng.choice((1, 1, 2, 6)))):
                     to_submit -= 1
                     self._submit()
             elif roll < 0.39 and (self.cancels or not self.orders.is_pausing):
                 self._abort()
-            elif roll < 0.50:
+            elif roll < (0.60 if self.is_stormy else 0.50):
                 self.orders.give()
-            elif roll < 0.51:
+            elif roll < 0.61:
                 self.send(cmd.ResetPrefixCache(self.ticket()))
-            elif roll < 0.57:
+            elif roll < 0.70:
                 self._take_checkpoint()
-            elif roll < 0.70 and self.at_rest and may_submit:
+            elif roll < 0.80 and self.at_rest:
                 self._go_on()
             self.loop.turn(block=False)
             self.elsewhere.loop.turn(block=False)
@@ -299,6 +310,7 @@ class Life:
                     self.taken.append((ticket, checkpoint))
                     self.at_rest.append(checkpoint)
                     self.marks[f"checkpoint while {checkpoint.status}"] += 1
+                    self.marks["checkpoint while suspended"] += self.orders.is_halted and self.orders.is_suspended
                 case ev.Moment(ticket):
                     assert ticket not in self.ended, f"{event} after the end"
                     self.moments.setdefault(ticket, []).append(event)
@@ -318,6 +330,7 @@ class Life:
         self.marks["pauses"] += stats.num_pauses
         self.marks["cached tokens"] += stats.num_cached_tokens
         self.marks["refused"] += len(self.refused)
+        self._mark_kinds(stats)
         for ticket, record in self.ended.items():
             request, past = self.requests[ticket], self.went_on.get(ticket)
             given = request.params.seed
@@ -329,10 +342,10 @@ class Life:
             spans = record.weight_epochs
             for first, epoch in self.part_epochs.get(ticket, ()):
                 assert epoch == [number for begin, number in spans if begin <= first][-1]
-            if record.exact:
+            if record.exact or not self.orders.keeps:  # else some KV is of several weights
                 weights_at = self.orders.weights_of(ticket, record)
                 self._judge_one(request, record, expected(request, record.seed, self.config, weights_at))
-            else:
+            if not record.exact:
                 # between engines, or over an update of this one's weights
                 moved_on = past is not None and (
                     not past.exact or past.fingerprint != SAME_WEIGHTS or self.orders.staged
@@ -345,6 +358,7 @@ class Life:
             assert record.num_checkpoints == (past.num_checkpoints if past is not None else 0)
             if past is not None:
                 self.marks[f"{record.finish_reason} after {min(record.num_checkpoints, 3)} checkpoints"] += 1
+                self.marks[f"went on {'elsewhere' if ticket in self.is_elsewhere else 'here'}"] += 1
         for ticket, checkpoint in self.taken:
             record, count = self.ended[ticket], checkpoint.num_output
             assert checkpoint.token_ids == record.token_ids[:count]
@@ -355,6 +369,13 @@ class Life:
 
     def _no_scores(self, ticket: int) -> TokenScores:
         return TokenScores(listed_ids=self.requests[ticket].params.logprob_token_ids)
+
+    def _mark_kinds(self, stats: Stats) -> None:
+        """How many kinds of interruption met in this one life."""
+        met = [self.marks[name] > self.marks_before[name] for name in KINDS]
+        met += [bool(one) for one in (stats.num_evictions, stats.num_pauses, stats.num_cached_tokens, self.went_on)]
+        met.append(any(record.finish_reason == "abort" for record in self.ended.values()))
+        self.marks["storms"] += sum(met) >= STORM
 
     def _judge_one(self, request: Request, record: ev.Record, truth: Expected) -> None:
         count = len(record.token_ids)

@@ -24,7 +24,7 @@ class Orders:
         self.life = life
         rng = life.rng
         shares = {"suspend": 0.6, "update": 0.4, "epoch": 0.3, "reset": 0.3}
-        self.kinds = [kind for kind, share in shares.items() if rng.random() < share]
+        self.kinds = [kind for kind, share in shares.items() if life.is_stormy or rng.random() < share]
         self.policies = [("invalidate", "recompute"), ("salt", "recompute")]
         if rng.random() < 0.3:
             self.policies += [("keep", "recompute"), ("invalidate", "keep"), ("keep", "keep"), ("salt", "keep")]
@@ -53,12 +53,6 @@ class Orders:
     @property
     def is_suspended(self) -> bool:
         return self.halt == "suspended"
-
-    @property
-    def may_lack_weights(self) -> bool:
-        """Whether dropped weights are being loaded and woken: who submits meanwhile may be too early."""
-        sent = {type(order) for order, _ in self._unanswered.values()}
-        return sent >= {cmd.UpdateWeights, cmd.Resume}
 
     # Giving
 

@@ -31,6 +31,7 @@ RARE = {
 ORDERS = (
     *("suspended by persist", "suspended by offload", "suspended by recompute", "Suspend failed", "Suspend refused"),
     *("Resume done", "Resume refused", "Resume failed", "Reset done", "Reset refused"),
+    *("checkpoint while suspended", "went on here", "went on elsewhere", "cached tokens", "storms"),
     *("UpdateWeights done", "UpdateWeights refused", "UpdateWeights failed", "results of several epochs", "inexact"),
 )
 """What they must have visited at every depth."""

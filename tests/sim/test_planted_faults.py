@@ -72,6 +72,36 @@ FAULTS = {
         "if self._holders[page] or self._published[page]]",
         "if self._published[page]]",
     ),
+    "pages_that_come_back_shifted_by_one": (
+        "runner/fake.py",
+        1,
+        "                self._kv[page] = self._away[page]",
+        "                self._kv[page] = self._away[min((p for p in directive.pages if p > page), default=page)]",
+    ),
+    "a_page_that_is_not_brought_back": (
+        "core/control.py",
+        3,
+        "requests.kept_pages() if is_away else []",
+        "requests.kept_pages()[:-1] if is_away else []",
+    ),
+    "the_mark_of_later_weights_lost": (
+        "core/state.py",
+        4,
+        "if not self.epochs or self.epochs[-1][1] != epoch:",
+        "if not self.epochs:",
+    ),
+    "a_checkpoint_that_forgets_which_weights": (
+        "core/checkpoint.py",
+        2,
+        "epochs=tuple(state.epochs)",
+        "epochs=tuple(state.epochs[-1:] and [(0, state.epochs[-1][1])])",
+    ),
+    "a_checkpoint_with_prompt_scores_of_other_weights": (
+        "core/checkpoint.py",
+        2,
+        "if checkpoint.prompt_scores is not None and (is_same or output):",
+        "if checkpoint.prompt_scores is not None:",
+    ),
     "a_row_planned_before_the_host_had_its_say": (
         "core/scheduler.py",
         2,

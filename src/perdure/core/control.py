@@ -88,15 +88,17 @@ class Control:
 
     @property
     def refusal(self) -> str | None:
-        """Why a request submitted now is refused."""
+        """Why a request submitted now is refused: the engine will not be whole after the orders before it."""
         if self.state is EngineState.STOPPED:
             return "the engine is stopped: it takes no more requests"
         after = self._residency.copy()
         for order, _ in self._orders:
             if isinstance(order, cmd.Suspend) and after.is_whole:
                 after.sleep(order.kv, order.weights)
-            elif isinstance(order, cmd.Resume):
+            elif isinstance(order, cmd.Resume) and after.refusal(order.tags) is None:
                 after.wake(*after.to_wake(order.tags))
+            elif isinstance(order, cmd.UpdateWeights) and order.has_weights and after.weights is None:
+                after.weights_loaded = True
         if after.is_whole:
             return None
         return f"the engine is suspended: {self._residency.remedy} before requests are submitted"
