@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from pathlib import Path
+
+import pytest
 
 from perdure.api.output import RequestMetrics, RequestOutput
 from tests.engine.conftest import MakeAsync, MakeLLM
@@ -68,3 +71,16 @@ def test_a_request_that_never_ran_has_no_first_token(make_async: MakeAsync) -> N
         assert metrics.finished_time is not None
 
     run_async(work())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_journal_that_cannot_be_written_ends_alone(make_llm: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:
+    """Requests do not fail for a record of them, and the engine stops as ever."""
+    llm = make_llm(journal="/dev/full")
+    params = settings(max_tokens=100)
+    outputs = [output for _ in range(8) for output in llm.generate([prompt(30), prompt(9)], params)]
+    assert all(output.error is None and len(output.outputs[0].token_ids) == 100 for output in outputs)
+    llm.shutdown()
+    assert [record.message for record in caplog.records if "journal" in record.message] == [
+        "the journal ends here, it cannot be written: [Errno 28] No space left on device"
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +308,36 @@ def test_what_no_update_can_be_is_refused_by_name(
     with pytest.raises(InvalidValue, match="epoch alone"):
         llm.update_weights(None)
     assert llm.stats().weight_epoch == 0 and not llm._engine.resolved.runner.staged
+
+
+def emptied(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (torch.Tensor.to_sparse, "no plain one"),
+        (torch.Tensor.to_mkldnn, "no plain one"),
+        (torch._neg_view, "no plain one"),
+        (emptied, "given its memory away"),
+    ],
+    ids=["sparse", "mkldnn", "negative view", "emptied"],
+)
+def test_a_tensor_that_cannot_be_read_is_refused_before_the_first_byte(
+    spoil: Callable[[torch.Tensor], torch.Tensor], words: str, make_llm: MakeLLM, tiny: Path
+) -> None:
+    llm, tensors = make_llm(), load_file(tiny / "model.safetensors")
+    name = next(name for name, tensor in tensors.items() if tensor.dim() == 2)
+    with pytest.raises(ModelLoadError, match=f"{name}.*{words}"):
+        llm.update_weights({**tensors, name: spoil(tensors[name])})
+    for pairs in ({3: tensors[name]}, [1, 2], [(name,)]):
+        with pytest.raises(InvalidValue, match="no pair of a name and a tensor"):
+            llm.update_weights(pairs)  # type: ignore[arg-type]
+    assert llm.stats().state == "running"
+    assert len(llm.generate([A], settings(max_tokens=3))[0].outputs[0].token_ids) == 3
 
 
 @pytest.mark.parametrize("kind", ["delta", "cumulative"])

@@ -344,10 +344,12 @@ def test_a_forked_child_has_threads_of_its_own(native: Library) -> None:
     ("environment", "said"),
     [
         ({"PERDURE_NATIVE": "0"}, "PERDURE_NATIVE=0"),
-        ({"PATH": "/nowhere", "CC": "none"}, "no C compiler"),
+        ({"PATH": "/nowhere", "CC": ""}, "no C compiler"),
         ({"CC": "false"}, "false:"),
+        ({"CC": "no-such-compiler"}, "CC='no-such-compiler': no such compiler"),
+        ({"CC": "cc '"}, "CC="),
     ],
-    ids=["switched off", "no compiler", "a compiler that fails"],
+    ids=["switched off", "no compiler", "a compiler that fails", "another that is not there", "half a command"],
 )
 def test_without_kernels_torch_serves_and_says_why(tmp_path, environment: dict[str, str], said: str) -> None:
     code = (

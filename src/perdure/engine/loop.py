@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from perdure.api.command import Command
 from perdure.api.event import Event
@@ -95,8 +96,21 @@ class Loop:
     def close(self) -> None:
         """Let the device finish what was launched, and close the journal."""
         self._device.close()
-        if self._journal is not None:
-            self._journal.close()
+        self._record(Journal.close)
+
+    def _record(self, write: Callable[..., None], *what: object) -> None:
+        """A journal that cannot be written, because the disk is full say, ends; the engine goes on."""
+        if self._journal is None:
+            return
+        journal, self._journal = self._journal, None
+        try:
+            write(journal, *what)
+        except OSError as error:
+            log.error("the journal ends here, it cannot be written: %s", error)
+            with suppress(OSError):
+                journal.close()
+        else:
+            self._journal = journal
 
     def turn(self, block: bool) -> None:
         """Apply what arrived, keep the device busy, commit the oldest step or, between steps, have a directive done.
@@ -111,14 +125,12 @@ class Loop:
             output = ticket.wait()
             self._apply_arrived(block=False)  # an abort that came while the step ran goes before its output
             now = self._clock()
-            if self._journal is not None:
-                self._journal.committed(output, now)
+            self._record(Journal.committed, output, now)
             self._tell(self.scheduler.commit(plan, output), now)
         elif directive := self.scheduler.directive():
             outcome = self._device.perform(directive)
             now = self._clock()
-            if self._journal is not None:
-                self._journal.performed(directive, outcome, now)
+            self._record(Journal.performed, directive, outcome, now)
             self._tell(self.scheduler.done(directive, outcome), now)
         else:
             assert not self.scheduler.can_act, "requests wait, nothing is in flight, and no step can be planned"
@@ -144,16 +156,14 @@ class Loop:
     def _apply_arrived(self, block: bool) -> None:
         for command in self._inbox.take(block):
             now = self._clock()
-            if self._journal is not None:
-                self._journal.applied(command, now)
+            self._record(Journal.applied, command, now)
             self._tell(self.scheduler.apply(command), now)
 
     def _launch(self) -> None:
         while len(self._in_flight) < self.steps_in_flight:
             plan = self.scheduler.plan()
             now = self._clock()
-            if self._journal is not None:
-                self._journal.launched(plan, now)
+            self._record(Journal.launched, plan, now)
             self._tell(self.scheduler.told(), now)
             if plan is None:
                 return
@@ -161,6 +171,6 @@ class Loop:
 
     def _tell(self, events: list[Event], now: float) -> None:
         if self._journal is not None:
-            self._journal.told(events, self.scheduler.stats(), now)
+            self._record(Journal.told, events, self.scheduler.stats(), now)
         if events:
             self._publish(events, now)

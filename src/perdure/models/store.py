@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from perdure.api.errors import ModelLoadError
+from perdure.api.errors import InvalidValue, ModelLoadError
 from perdure.models.base import ModelConfig, Part, Parts
 from perdure.models.config import read_json
 from perdure.models.gguf_file import GGUFFile
@@ -220,14 +220,25 @@ def directory_store(directory: Path) -> Store:
 def store_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Store:
     """Tensors in memory, by the names that Hugging Face's files give them. All must be there before one is read."""
     given: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if not isinstance(tensor, Tensor):
+    for pair in tensors:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise InvalidValue(f"{TENSORS}: {repr(pair)[:60]} is no pair of a name and a tensor")
+        name, tensor = pair
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
             raise ModelLoadError(f"{TENSORS}: {name!r} is a {type(tensor).__name__}, no tensor")
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_neg() or tensor.is_quantized:
+            raise ModelLoadError(f"{TENSORS}: tensor {name!r} is no plain one ({tensor.layout}); give a dense copy")
         if tensor.dtype not in FLOATS:
             allowed = ", ".join(map(str, FLOATS))
             raise ModelLoadError(f"{TENSORS}: tensor {name!r} is of {tensor.dtype}, not one of {allowed}")
         if tensor.device.type != "cpu":
             raise ModelLoadError(f"{TENSORS}: tensor {name!r} lies on {tensor.device}, not in the host's memory")
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if (
+            tensor.numel()
+            and tensor.untyped_storage().nbytes() < (tensor.storage_offset() + last + 1) * tensor.itemsize
+        ):
+            raise ModelLoadError(f"{TENSORS}: tensor {name!r} has given its memory away")
         if name in given:
             raise ModelLoadError(f"{TENSORS}: tensor {name!r} comes twice")
         given[name] = tensor.detach()

@@ -135,6 +135,7 @@ class WeightSet:
                 file.write(memory.clone().numpy().data)  # a tensor that numpy has seen cannot give its memory back
             for product in self._weights.products.values():
                 file.write(product.dense().numpy().data)
+            file.flush()  # what does not fit must show now
         except BaseException:
             file.close()
             raise

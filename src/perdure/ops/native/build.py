@@ -96,9 +96,14 @@ def _compiler() -> tuple[list[str], str]:
     """Its command, and its name and version."""
     wanted = os.environ.get("CC")
     for command in ([wanted] if wanted else []) + list(COMPILERS):
-        words = shlex.split(command)
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            raise BuildError(f"CC={command!r}: {error}") from None
         if words and shutil.which(words[0]):
             return words, _output([*words, "--version"]).splitlines()[0]
+        if command == wanted:
+            raise BuildError(f"CC={command!r}: no such compiler")
     raise BuildError(f"no C compiler: none of {', '.join(COMPILERS)} is installed")
 
 
@@ -148,6 +153,8 @@ def _compile(compiler: list[str], sources: list[Path], path: Path) -> None:
             except BuildError as error:
                 refusal = refusal or error
                 continue
+            with made.open("rb") as file:
+                os.fsync(file.fileno())  # a library cut short by a power failure would end every start after it
             os.replace(made, path)
             return
     assert refusal is not None
