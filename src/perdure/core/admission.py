@@ -67,7 +67,7 @@ def _check_something_is_left(params: SamplingParams, masked_ids: Sequence[int], 
         "bad_words": params.bad_words and f"<{len(params.bad_words)} words>",
     }
     named = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
-    raise InvalidValue(f"{named} together exclude all {vocab_size} ids of this model, so none could be sampled")
+    raise InvalidValue(f"{named}: all {vocab_size} ids of this model are excluded, so none could be sampled")
 
 
 def _output_budget(request: Request, config: CoreConfig) -> int:
