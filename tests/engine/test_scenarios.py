@@ -14,7 +14,7 @@ from perdure import LLM, AsyncLLM, Checkpoint, InvalidValue, SamplingParams
 from perdure.api.errors import StateError
 from perdure.api.output import RequestOutput
 from perdure.api.plan import StepOutput, StepPlan
-from perdure.api.scores import TokenScores
+from perdure.api.scores import PackedScores, TokenScores
 from perdure.core.checkpoint import take
 from perdure.core.state import RequestState
 from tests.core.helpers import Bench
@@ -144,7 +144,8 @@ def test_s02_a_checkpoint_that_cannot_be_made_leaves_the_live_request_whole(
         if column == "tokens":
             patch.setattr("perdure.core.checkpoint.array", fails)
         else:
-            patch.setattr("perdure.api.scores.PackedScores", fails)
+            of_scores = {"__struct_fields__": PackedScores.__struct_fields__, "__new__": fails}
+            patch.setattr("perdure.api.scores.PackedScores", type("Fails", (), of_scores))
         asked = llm._engine.checkpoint("A", end)
         brake.release()
         with pytest.raises(StateError, match="no checkpoint could be made: MemoryError"):
