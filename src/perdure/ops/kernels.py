@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from perdure.ops import activation, norm, rope
-from perdure.ops.linear import LINEAR_FORMS, Product, can_pack, packed, row_tile
+from perdure.ops.linear import LINEAR_FORMS, Product, can_pack, row_tile
 from perdure.ops.native import Library, library, why_not
 from perdure.ops.native.rows import RowKernels
 from perdure.ops.native.weights import JoinedWeight, packed_floats
@@ -77,19 +77,19 @@ def torch_kernels(form: str) -> Kernels:
 
 def native_kernels(library: Library, *, packs_all: bool = True) -> Kernels:
     """The kernels in C. packs_all: those weights, too, that come as tensors; else oneDNN's product takes them."""
-    rows = RowKernels(library)
+    rows, of_tensors = RowKernels(library), torch_kernels("packed")
 
     def joined(w: Weight) -> JoinedWeight:
         return packed_floats(library, w) if isinstance(w, Tensor) else w
 
     def linear(w: Weight, b: Tensor | None) -> Product:
         if isinstance(w, Tensor) and not packs_all:
-            return packed(w, b)
+            return of_tensors.linear(w, b)
         return partial(joined(w).multiply, bias=b)
 
     def embedding(w: Weight) -> Callable[[Tensor], Tensor]:
         if isinstance(w, Tensor) and not packs_all:
-            return lambda ids: functional.embedding(ids, w)
+            return of_tensors.embedding(w)
         return joined(w).rows
 
     return Kernels(
