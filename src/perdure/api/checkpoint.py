@@ -111,9 +111,9 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         """The output so far."""
         return array("i", self.tokens[4 * self.prompt_length :]).tolist()
 
-    def as_request(self, request_id: RequestId, ticket: int, stream: bool) -> Request:
+    def as_request(self, request_id: RequestId, ticket: int, stream: bool, routed: bool = False) -> Request:
         """The request it was taken of, submitted anew."""
-        return Request(request_id, ticket, self.prompt_token_ids, self.params, self.prompt, stream)
+        return Request(request_id, ticket, self.prompt_token_ids, self.params, self.prompt, stream, routed)
 
     def to_bytes(self) -> bytes:
         """The file form; `from_bytes` gives an equal value back."""

@@ -1,6 +1,7 @@
 """What the engine loop reports, addressed by ticket.
 
-A request gets `Refused`, or any number of `Moment` and `Progress` and one `Ended`.
+A request gets `Refused`, or any number of `Moment` and `Progress` and one `Ended`; a routed one also `Admitted`, and
+`PromptScored` if that was asked.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from perdure.api import errors
 from perdure.api.checkpoint import Checkpoint
 from perdure.api.moment import MomentKind
 from perdure.api.request import RequestId
+from perdure.api.sampling import LogprobsMode
 from perdure.api.scores import TokenScores
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -78,6 +80,22 @@ class Refused(msgspec.Struct, frozen=True):
     failure: Failure
 
 
+class Admitted(msgspec.Struct, frozen=True):
+    """A routed request was taken in, and this is what was resolved for it."""
+
+    ticket: int
+    seed: int
+    max_output: int
+    logprobs_mode: LogprobsMode
+
+
+class PromptScored(msgspec.Struct, frozen=True):
+    """The scores of a routed request's prompt, all of them; told before its first token."""
+
+    ticket: int
+    scores: TokenScores
+
+
 class Progress(msgspec.Struct, frozen=True):
     """New output tokens of a streaming request, with their scores if asked; first is their output index, epoch that of
     the weights they come from.
@@ -127,4 +145,4 @@ class Done(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-Event = Refused | Progress | Moment | Ended | Taken | Done
+Event = Refused | Admitted | PromptScored | Progress | Moment | Ended | Taken | Done

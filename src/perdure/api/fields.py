@@ -30,6 +30,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "params": Policy("kept", "sent"),
         "prompt": Policy("kept", "sent", "prompt"),  # only if return_prompt
         "stream": Policy("no", "sent"),
+        "routed": Policy("no", "sent"),
     },
     "SamplingParams": {
         "max_tokens": Policy("kept", "sent"),

@@ -72,6 +72,8 @@ class Committing:
             return
         if first == state.prompt_length:
             requests.note(state, "first_token")
+            if state.request.routed and state.prompt_scores is not None:
+                requests.events.append(ev.PromptScored(state.request.ticket, state.prompt_scores.copy()))
         self._cut(state, state.prompt_length + state.stops.max_output)  # before a stop that lies beyond it can count
         try:
             stop = state.stops.first_stop(state.tokens, first)

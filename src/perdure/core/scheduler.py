@@ -77,6 +77,9 @@ class Scheduler:
             self.requests.events.append(ev.Refused(request.ticket, request.request_id, Failure.of(error)))
             return
         self.requests.add(state)
+        if request.routed:
+            resolved = ev.Admitted(request.ticket, state.seed, state.stops.max_output, state.logprobs_mode)
+            self.requests.events.append(resolved)
         if state.stops.max_output == 0 and not state.num_prompt_scores_missing:
             self.requests.end(state, Status.FINISHED, "length")
         elif request.stream:
