@@ -125,10 +125,6 @@ class Grammars:
 
 def fault_of(matcher: LLMatcher) -> str:
     """Why an output cannot go on, once its mask was computed; empty if it can, or is complete."""
-    if not matcher.is_stopped():  # as it is by an error, too
-        return ""
-    if matcher.stop_reason() == "NoExtensionBias":
-        return "nothing can follow that satisfies it"
     return _told_briefly(matcher.get_error()) if matcher.is_error() else ""
 
 
@@ -151,6 +147,8 @@ def _grammar_of(asked: StructuredOutputsParams) -> str:
 
 def _told_briefly(message: str) -> str:
     """The line of llguidance's message that says what is wrong; the others show where, in its own notation."""
+    if message.startswith("NoExtensionBias"):
+        return "nothing can follow that satisfies it"
     lines = [line.strip() for line in message.splitlines() if line.strip() and "<non-verbose/>" not in line]
     at_fault = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (at_fault or lines or ["the grammar cannot be compiled"])[0]
