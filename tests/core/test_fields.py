@@ -73,7 +73,7 @@ def going_on(bench: Bench, checkpoint: Checkpoint, request_id: str = "again") ->
     wire = msgspec.msgpack.encode(Submit(checkpoint.as_request(request_id, 5, False), checkpoint))
     sent = msgspec.msgpack.decode(wire, type=Submit)
     assert sent.checkpoint == checkpoint
-    fingerprint = bench.scheduler.fingerprint
+    fingerprint = bench.scheduler.requests.fingerprint
     return readmit(sent.request, sent.checkpoint, 77, fingerprint, bench.config, lambda request: Letters())
 
 
@@ -86,7 +86,7 @@ def lived() -> tuple[Bench, RequestState]:
     bench.apply(Submit(Request("a", 3, list(range(1, 12)), params, "its text", True)))
     for _ in range(4):
         bench.step()
-    (state,) = bench.scheduler._residents
+    (state,) = bench.scheduler.requests.residents
     state.num_cached, state.num_pauses, state.num_evictions, state.num_checkpoints = 8, 2, 3, 4
     state.exact, state.epochs = False, [(0, 3), (2, 7)]
     state.tried_at, state.paused_at, state.replay = 9, 5, 2

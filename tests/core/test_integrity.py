@@ -24,21 +24,21 @@ def decoding() -> Bench:
 
 
 def first(scheduler: Scheduler) -> Any:
-    return scheduler._residents[0]
+    return scheduler.requests.residents[0]
 
 
 PLANTED: dict[str, Callable[[Scheduler], object]] = {
     "a page left behind": lambda s: first(s).pages.pop(),
-    "a page of two requests": lambda s: first(s).pages.append(s._residents[1].pages[0]),
-    "a slot given back early": lambda s: s._slots.release(first(s).slot),
-    "a slot lost": lambda s: s._slots.take(),
+    "a page of two requests": lambda s: first(s).pages.append(s.requests.residents[1].pages[0]),
+    "a slot given back early": lambda s: s.requests.slots.release(first(s).slot),
+    "a slot lost": lambda s: s.requests.slots.take(),
     "a score lost": lambda s: first(s).scores.chosen.pop(),
     "a prompt score lost": lambda s: first(s).prompt_scores.chosen.pop(),
     "a token lost": lambda s: first(s).tokens.pop(),
-    "a request out of its order": lambda s: s._residents.reverse(),
-    "a live request nobody serves": lambda s: s._residents.pop(),
+    "a request out of its order": lambda s: s.requests.residents.reverse(),
+    "a live request nobody serves": lambda s: s.requests.residents.pop(),
     "a step counted twice": lambda s: setattr(first(s), "in_flight", 1),
-    "a node of a page that is not published": lambda s: s._pool.unpublish(first(s).pages[0]),
+    "a node of a page that is not published": lambda s: s.requests.pool.unpublish(first(s).pages[0]),
 }
 
 
@@ -79,11 +79,11 @@ def test_an_idle_engine_that_holds_something_says_so_once_and_serves_on(
         loop.turn(block=False)
         assert not caplog.records
         if leak == "page":
-            bench.scheduler._pool.take(1)
+            bench.scheduler.requests.pool.take(1)
         elif leak == "slot":
-            bench.scheduler._slots.take()
+            bench.scheduler.requests.slots.take()
         else:
-            bench.scheduler._states[99] = None  # type: ignore[assignment]
+            bench.scheduler.requests.states[99] = None  # type: ignore[assignment]
         loop.turn(block=False)
         loop.turn(block=False)
     assert len(caplog.records) == 1 and "the books are wrong" in caplog.records[0].message

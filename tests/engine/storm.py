@@ -183,7 +183,7 @@ class Side:
 
     @property
     def weights(self) -> int:
-        return self.scheduler.weights % 2
+        return self.scheduler.requests.weights % 2
 
     @property
     def state(self) -> str:
@@ -201,7 +201,7 @@ class Side:
         stats = self.scheduler.stats()
         assert stats.state == "running" and stats.num_free_pages == stats.num_pages
         assert stats.num_running == stats.num_waiting == stats.num_paused == 0
-        assert not self.scheduler._states and not self.engine._receivers
+        assert not self.scheduler.requests.states and not self.engine._receivers
 
     def close(self) -> None:
         self.by_hand.let_go()
@@ -267,11 +267,11 @@ class Storm(RuleBasedStateMachine):
 
     def _submit(self, side: Side, given: list[int] | Checkpoint, params: SamplingParams, name: str) -> None:
         is_free = isinstance(given, Checkpoint) and not (
-            given.exact and (given.fingerprint == side.scheduler.fingerprint or not given.num_output)
+            given.exact and (given.fingerprint == side.scheduler.requests.fingerprint or not given.num_output)
         )
         wanted = submission(given, params, name, side.engine.ticket(), side.llm.tokenizer, stream=False)
         traveller = Traveller(wanted, side, is_free)
-        if side.state == "suspended" or name in side.scheduler._live:
+        if side.state == "suspended" or name in side.scheduler.requests.live:
             self.may_refuse.add(id(traveller))
         self.travellers.append(traveller)
         side.engine.submit([(wanted, traveller.receiver)])
@@ -380,7 +380,7 @@ class Storm(RuleBasedStateMachine):
             assert not is_legal
             self.marks["refused orders"] += 1
 
-    @precondition(lambda self: bool(self.home.scheduler._prefix._page_of))
+    @precondition(lambda self: bool(self.home.scheduler.requests.prefix._page_of))
     @rule()
     def reset_prefix_cache(self) -> None:
         self._order(self.home.engine.ask(cmd.ResetPrefixCache))
@@ -399,7 +399,7 @@ class Storm(RuleBasedStateMachine):
     @rule(weights=st.integers(0, 1), age=st.integers(0, 2), salt=st.booleans())
     def update(self, weights: int, age: int, salt: bool) -> None:
         """It may be the same weights once more, if the cache does not tell them apart by their number."""
-        salt = salt and weights + 2 * age != self.home.scheduler.weights
+        salt = salt and weights + 2 * age != self.home.scheduler.requests.weights
         self.marks["updates"] += 1
         self._order(self._update(weights, age, "salt" if salt else "invalidate", "recompute"))
 
@@ -407,12 +407,12 @@ class Storm(RuleBasedStateMachine):
     @rule(cache=CACHES, in_flight=IN_FLIGHT)
     def update_and_back(self, cache: cmd.CachePolicy, in_flight: cmd.InFlightPolicy) -> None:
         """Both orders are there before either is carried out: no step comes between."""
-        now = self.home.scheduler.weights
+        now = self.home.scheduler.requests.weights
         self.keeps = self.keeps or "keep" in (cache, in_flight)
         self.marks["updates and back"] += 1
         there, back = self._update(1 - now % 2, 3, cache, in_flight), self._update(now % 2, now // 2, cache, in_flight)
         self._order(there, back)
-        assert self.home.scheduler.weights == now
+        assert self.home.scheduler.requests.weights == now
 
     @precondition(_is_busy)
     @rule(age=st.integers(0, 2))

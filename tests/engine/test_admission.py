@@ -349,7 +349,12 @@ def test_s12_an_invalid_request_gets_one_reply_and_leaves_no_entry(
     stats = llm.stats()
     replies = [event for event in told if event.ticket == wanted.request.ticket]
     assert replies == [end] and isinstance(end, Refused) and end.request_id == "A"
-    entries = (len(scheduler._states), len(scheduler._live), len(scheduler._waiting), len(engine._receivers))
+    entries = (
+        len(scheduler.requests.states),
+        len(scheduler.requests.live),
+        len(scheduler.requests.waiting),
+        len(engine._receivers),
+    )
     assert entries == (others,) * 4
     assert (stats.num_steps, stats.num_requests, stats.num_free_pages) == (0, others, stats.num_pages)
     witness("s12", num_replies=len(replies), error=end.failure.kind, message=end.failure.message)

@@ -40,10 +40,10 @@ class Evictions:
     """How many output tokens each evicted request had, by its prompt's length."""
 
     def __init__(self, llm: LLM) -> None:
-        scheduler = llm._engine._loop.scheduler
+        requests = llm._engine._loop.scheduler.requests
         self.num_output: dict[int, list[int]] = {}
-        self._evict = scheduler._evict
-        scheduler._evict = self._noted  # type: ignore[method-assign]
+        self._evict = requests.evict
+        requests.evict = self._noted  # type: ignore[method-assign]
 
     def _noted(self, state: RequestState) -> None:
         self.num_output.setdefault(state.prompt_length, []).append(state.num_output)

@@ -189,7 +189,7 @@ def in_flight_of(llm: LLM) -> Iterator[dict[int, int]]:
     def watched() -> StepPlan | None:
         made = plan()
         for arrival in made.request if made is not None else ():
-            most[arrival] = max(most.get(arrival, 0), scheduler._states[arrival].in_flight)
+            most[arrival] = max(most.get(arrival, 0), scheduler.requests.states[arrival].in_flight)
         return made
 
     scheduler.plan = watched  # type: ignore[method-assign]

@@ -131,7 +131,7 @@ def test_s02_a_checkpoint_that_cannot_be_made_leaves_the_live_request_whole(
         return [id(getattr(state, name)) for name in state.__slots__]
 
     def watched(asked: Any) -> None:
-        (state,) = scheduler._live.values()
+        (state,) = scheduler.requests.live.values()
         before = fields(state)
         take(asked)
         kept.append(before == fields(state))
@@ -207,7 +207,7 @@ def test_s04_three_checkpoints_in_a_row_hold_no_more_than_none(make_llm: MakeLLM
     brake.hold(4)
     call = in_thread(lambda: llm.generate([found]))
     brake.wait_until_held()
-    state = llm._engine._loop.scheduler._residents[0]
+    state = llm._engine._loop.scheduler.requests.residents[0]
     num_pages = len(state.pages)
     assert num_pages == -(-max(state.num_planned, len(state.tokens)) // 16)
     assert not any(isinstance(getattr(state, name), (bytes, Checkpoint)) for name in state.__slots__)
@@ -319,9 +319,9 @@ def test_s09_a_second_live_id_is_refused_before_either_is_touched(
         submit, kept = scheduler._submit, []
 
         def snapshot() -> list[Any]:
-            (state,) = scheduler._live.values()
+            (state,) = scheduler.requests.live.values()
             own = [(name, id(getattr(state, name))) for name in state.__slots__]
-            return [own, list(state.tokens), list(state.pages), scheduler.stats(), scheduler._pool.version]
+            return [own, list(state.tokens), list(state.pages), scheduler.stats(), scheduler.requests.pool.version]
 
         def watched(request: Any, *given: Any) -> None:
             before = snapshot()
@@ -346,7 +346,7 @@ def waiting_checkpoint() -> Checkpoint:
     """Of another engine's request with the id 7."""
     bench = Bench()
     bench.submit(7, [9, 9], max_tokens=3)
-    return take(bench.scheduler._live[7], bench.config.fingerprint)
+    return take(bench.scheduler.requests.live[7], bench.config.fingerprint)
 
 
 def test_s10_a_call_of_only_invalid_requests_returns_every_failure_without_a_forward(make_llm: MakeLLM) -> None:
@@ -477,7 +477,7 @@ def test_life_abort_one_client_s_request_ends_and_the_other_s_lives_on(
     brake.hold(8)
     call = in_thread(lambda: llm.generate([prompt(20), prompt(33)], params, request_ids=["B:0", "A:0"]))
     brake.wait_until_held()
-    target = scheduler._live["A:0"]
+    target = scheduler.requests.live["A:0"]
     assert target.is_resident == (state == "active")
     num_held, free = len(target.pages), scheduler.stats().num_free_pages
     told: list[int] = []

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from perdure.api.checkpoint import Checkpoint
 from perdure.core import checkpoint
-from perdure.core.scheduler import Scheduler
+from perdure.core.requests import Requests
 from perdure.core.state import RequestState
 from perdure.models.tiny import make_tiny_llama
 from perdure.runner.kv_store import KVStore
@@ -89,14 +89,14 @@ def _mark_of_later_weights_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def _kv_of_other_weights_goes_on(patch: pytest.MonkeyPatch) -> None:
-    right = Scheduler.take_weights
+    right = Requests.take_weights
 
-    def wrong(scheduler: Scheduler, epoch: int, digest: str, cache: Any, in_flight: Any) -> None:
-        right(scheduler, epoch, digest, cache, "keep")
-        for state in scheduler._residents:
+    def wrong(requests: Requests, epoch: int, digest: str, cache: Any, in_flight: Any) -> None:
+        right(requests, epoch, digest, cache, "keep")
+        for state in requests.residents:
             state.exact = True
 
-    patch.setattr(Scheduler, "take_weights", wrong)
+    patch.setattr(Requests, "take_weights", wrong)
 
 
 FAULTS = [

@@ -56,7 +56,7 @@ def test_life_a_request_suspended_after_generation_began(
 
     stats = llm.stats()
     scheduler = llm._engine._loop.scheduler
-    pages, address, resident = list(scheduler._live["A"].pages), watch.address, watch.resident_bytes
+    pages, address, resident = list(scheduler.requests.live["A"].pages), watch.address, watch.resident_bytes
     assert stats.state == "suspended" and scheduler.steps_in_flight == 0
     with pytest.raises(StateError, match=r"suspended: resume\(\) before requests"):
         llm.generate(A)
@@ -140,10 +140,10 @@ def test_T10_illegal_orders_are_refused_before_anything_changes(
     call = in_thread(lambda: llm.generate([prompt(40), A], settings(max_tokens=24), request_ids=["P", "A"]))
     brake.wait_until_held()
     halted(llm, brake, llm.pause)
-    pages = list(scheduler._live["P"].pages)
+    pages = list(scheduler.requests.live["P"].pages)
     assert llm.stats().state == "paused"
     llm.reset_prefix_cache()  # (a)
-    assert list(scheduler._live["P"].pages) == pages and not scheduler._prefix._page_of
+    assert list(scheduler.requests.live["P"].pages) == pages and not scheduler.requests.prefix._page_of
     with pytest.raises(StateError, match="2 are outstanding"):
         llm.reset()
     llm.suspend("offload")
@@ -156,7 +156,7 @@ def test_T10_illegal_orders_are_refused_before_anything_changes(
     assert [type(output.error) for output in refused] == [StateError, StateError]
     llm.suspend("recompute")  # (e)
     llm.pause()
-    assert llm.stats() == before and list(scheduler._live["P"].pages) == pages
+    assert llm.stats() == before and list(scheduler.requests.live["P"].pages) == pages
     llm.resume()
     for output, ids in zip(call(), (prompt(40), A)):
         check_reference(output, ids, reference)
@@ -185,7 +185,7 @@ def test_s06_a_waiter_from_before_a_reset_is_woken_by_work_after_it(make_llm: Ma
     engine = llm._engine
     objects = [engine._inbox, engine._inbox._arrived, engine._receivers, engine._loop, engine._thread]
     objects += [engine._loop.scheduler, engine._loop.scheduler._control, engine.resolved.runner._kv._arena]
-    cached = len(engine._loop.scheduler._prefix._page_of)
+    cached = len(engine._loop.scheduler.requests.prefix._page_of)
 
     call, waiting = Call(), threading.Event()
     request = Request("later", engine.ticket(), prompt(40), settings())
@@ -201,7 +201,7 @@ def test_s06_a_waiter_from_before_a_reset_is_woken_by_work_after_it(make_llm: Ma
     llm.reset()
     stats = llm.stats()
     assert (stats.num_requests, stats.num_steps, stats.num_cached_tokens) == (0, 0, 0)
-    assert not engine._loop.scheduler._prefix._page_of
+    assert not engine._loop.scheduler.requests.prefix._page_of
     engine.submit([(wanted, receiver)])
     end = woken()[request.ticket]
     assert isinstance(end, Ended) and end.record.num_cached_tokens == 0
@@ -239,7 +239,12 @@ def test_s07_a_reset_while_suspended_is_refused_before_anything_changes(kv: KVMo
     scheduler = llm._engine._loop.scheduler
 
     def fingerprint() -> Any:
-        return llm.stats(), dict(scheduler._prefix._page_of), list(scheduler._pool._free), list(scheduler._pool._idle)
+        return (
+            llm.stats(),
+            dict(scheduler.requests.prefix._page_of),
+            list(scheduler.requests.pool._free),
+            list(scheduler.requests.pool._idle),
+        )
 
     before = fingerprint()
     with pytest.raises(StateError, match="reset is refused while the engine is suspended"):

@@ -36,6 +36,9 @@ def test_uniforms_equal_the_plain_form():
             for seed, index in zip(seeds.tolist(), indices.tolist())
         ]
         assert (uniforms(seeds, indices, child).astype(np.float64) * 2**24).tolist() == plain
+        assert uniforms(seeds, indices, np.full(300, child)).tolist() == uniforms(seeds, indices, child).tolist()
+    mixed = uniforms(seeds, indices, np.arange(300) % 3)
+    assert all(mixed[i] == uniforms(seeds[i : i + 1], indices[i : i + 1], i % 3)[0] for i in range(300))
 
 
 def test_uniforms_lie_in_the_half_open_unit_interval_and_look_uniform():

@@ -32,6 +32,7 @@ def columns(rows: list[dict[str, Any]], first_index: int = 0) -> SamplingColumns
         top_p=np.array([row.get("top_p", 1.0) for row in rows], np.float64),
         min_p=np.array([row.get("min_p", 0.0) for row in rows], np.float64),
         seed=np.array([row.get("seed", index) for index, row in enumerate(rows)], np.uint64),
+        child=np.array([row.get("child", 0) for row in rows], np.int64),
         output_index=np.array([row.get("output_index", first_index) for row in rows], np.int64),
     )
 
@@ -134,11 +135,12 @@ def test_rounding_never_draws_an_id_without_mass():
     assert tokens.tolist() == [reference.draw(row, value) for row, value in zip(w, u)]
 
 
-def test_the_draw_is_keyed_by_seed_and_output_index():
+def test_the_draw_is_keyed_by_seed_child_and_output_index():
     logits = np.zeros((1, 64 * 64), np.float32)
-    for seed, index in ((0, 0), (0, 1), (7, 0), (2**64 - 1, 12345)):
-        u = uniforms(np.array([seed], np.uint64), np.array([index]))[0]
-        assert sample(logits, columns([{"seed": seed, "output_index": index}]))[0] == math.floor(u * 64 * 64)
+    for seed, child, index in ((0, 0, 0), (0, 0, 1), (7, 0, 0), (0, 1, 0), (2**64 - 1, 3, 12345)):
+        u = uniforms(np.array([seed], np.uint64), np.array([index]), child)[0]
+        own = columns([{"seed": seed, "child": child, "output_index": index}])
+        assert sample(logits, own)[0] == math.floor(u * 64 * 64)
 
 
 def test_t48_greedy_edge():

@@ -62,9 +62,11 @@ def test_kept_sets_and_draws_of_random_rows(soak_factor: int) -> None:
         rng = np.random.default_rng(seed)
         logits = random_rows(rng)
         asked = [random_settings(rng) for _ in range(ROWS)]
-        own = columns([{**one, "seed": seed, "output_index": index} for index, one in enumerate(asked)])
+        own = columns(
+            [{**one, "seed": seed, "child": index % 3, "output_index": index} for index, one in enumerate(asked)]
+        )
         x, tokens = processed(logits, own), sample(logits, own)
-        u = uniforms(own.seed, own.output_index)
+        u = uniforms(own.seed, own.output_index, own.child)
         for row, one in enumerate(asked):
             kept = np.flatnonzero(np.isfinite(x[row])).tolist()
             num_exact += check_kept(kept, logits[row], one)

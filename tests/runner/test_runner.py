@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from perdure.api.plan import StepOutput
 from perdure.ops.sampling_reference import log_softmax, rank
@@ -36,6 +37,31 @@ def test_greedy_equals_a_dense_forward(model, backend):
         for expected in [token, *more]:
             assert dense_logits(model, history)[-1].argmax() == expected
             history.append(expected)
+
+
+@pytest.mark.parametrize(("page_size", "length"), [(1, 9), (4, 13), (4, 14), (4, 16), (16, 16), (16, 9)])
+def test_a_row_goes_on_from_pages_of_another(model, page_size, length):
+    """Full pages by reference, what is left of the prompt by a copy of the beginning of a page, whose owner has gone on
+    in it meanwhile: the token and all after it are those of a run alone."""
+    ids = prompt(length)
+    driver = Driver(model, page_size=page_size)
+    driver.admit(0, length, **SAMPLED)
+    own = driver.pending[0][1]
+    driver.run(Row(0, ids))
+    driver.decode([0], 3)
+    num_shared, num_copied = divmod(length - 1, page_size)
+    driver.admit(5, length, **SAMPLED, child=2)
+    fresh = driver.pending[0][1][num_shared:]
+    driver.pending[0] = driver.pending[0][0], own[:num_shared] + fresh
+    plan = replace(driver.plan(Row(0), Row(5, ids[-1:], start=length - 1)), fresh_pages=fresh)
+    if num_copied:
+        plan = replace(plan, copy_from=own[num_shared : num_shared + 1], copy_to=fresh[:1], copy_length=[num_copied])
+    first = driver.runner.execute(plan)
+    both = driver.decode([5, 0], 6)
+    tokens = [first.tokens[1], *both[0]]
+    assert tokens == solo(model, ids, 7, **SAMPLED, child=2)[0] != solo(model, ids, 7, **SAMPLED)[0]
+    parent = solo(model, ids, 11, **SAMPLED)[0]
+    assert [first.tokens[0], *both[1]] == parent[4:11]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

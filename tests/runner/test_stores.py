@@ -38,6 +38,15 @@ def test_pages_are_cleared_in_all_layers_and_no_others(page_size):
         assert not cache[:, :, [0, 5]].any() and cache[:, :, [1, 2, 3, 4, 6]].isnan().all()
 
 
+def test_the_beginning_of_a_page_is_copied_in_all_layers_and_nothing_else():
+    store = KVStore(CONFIG, num_pages=6, page_size=4)
+    before = [cache.copy_(torch.randn(cache.shape)).clone() for cache in store.layers]
+    store.copy([1, 5], [4, 0], [3, 1])
+    for cache, old in zip(store.layers, before):
+        old[:, :, 4, :3], old[:, :, 0, :1] = old[:, :, 1, :3].clone(), old[:, :, 5, :1].clone()
+        assert torch.equal(cache, old)
+
+
 def test_pack_lays_rows_out_in_the_plans_order(model):
     driver = Driver(model, page_size=4)
     rows = RowStore(8, driver.pages_per_slot, VOCAB)

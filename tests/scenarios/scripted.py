@@ -169,13 +169,13 @@ class Call:
     @property
     def state(self) -> RequestState:
         """The core's own record, while live."""
-        state = self.stage.scheduler._live[self.request.request_id]
+        state = self.stage.scheduler.requests.live[self.request.request_id]
         assert state.request.ticket == self.request.ticket
         return state
 
     @property
     def is_live(self) -> bool:
-        state = self.stage.scheduler._live.get(self.request.request_id)
+        state = self.stage.scheduler.requests.live.get(self.request.request_id)
         return state is not None and state.request.ticket == self.request.ticket
 
     @property
@@ -207,14 +207,14 @@ class Stage:
         self._next_ticket = 0
 
     def _call(self, arrival: int) -> Call:
-        return self.calls[self.scheduler._states[arrival].request.ticket]
+        return self.calls[self.scheduler.requests.states[arrival].request.ticket]
 
     def _script_of(self, arrival: int) -> Script:
         return self._call(arrival).script
 
     def _on_launch(self, plan: StepPlan) -> None:
         for settings in plan.row_inits:
-            self._call(settings.request).residencies.append(self.scheduler._states[settings.request].num_output)
+            self._call(settings.request).residencies.append(self.scheduler.requests.states[settings.request].num_output)
 
     def _publish(self, events: list[ev.Event], time: float) -> None:
         self.events += events
@@ -339,7 +339,7 @@ class Stage:
         stats = self.stats()
         assert stats.num_free_pages == stats.num_pages == self.config.num_pages
         assert stats.num_running == stats.num_waiting == stats.num_paused == 0
-        assert not self.scheduler._live and not self.scheduler._states
+        assert not self.scheduler.requests.live and not self.scheduler.requests.states
         assert all(call.num_ends == 1 for call in self.calls.values())
 
 

@@ -25,7 +25,7 @@ def test_admission_beside_a_paused_request(beside: bool, depth: int) -> None:
     def planned() -> object:
         nonlocal admitted_beside
         made = plan()
-        paused = sum(state.status is Status.PAUSED for state in stage.scheduler._residents)
+        paused = sum(state.status is Status.PAUSED for state in stage.scheduler.requests.residents)
         admitted_beside += bool(made is not None and made.row_inits and paused)
         return made
 

@@ -155,7 +155,7 @@ def refusal(stage: Stage, checkpoint: Checkpoint) -> str:
     call = stage.go_on(checkpoint, ENDLESS)
     stage.turn()
     assert call.refusal is not None and call.refusal.kind == "InvalidValue"
-    assert not stage.scheduler._live and not stage.scheduler._states
+    assert not stage.scheduler.requests.live and not stage.scheduler.requests.states
     return call.refusal.message
 
 

@@ -58,7 +58,7 @@ class MarkingScheduler(Scheduler):
     marks: Counter[str]
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[ev.Event]:
-        before = {state.request.ticket: state.status for state in self._states.values()}
+        before = {state.request.ticket: state.status for state in self.requests.states.values()}
         told = super().commit(plan, output)
         for event in told:
             if isinstance(event, ev.Ended):
@@ -322,7 +322,7 @@ class Life:
             stats = scheduler.stats()
             assert stats.num_free_pages == stats.num_pages, "pages are lost"
             assert stats.num_running == stats.num_waiting == stats.num_paused == 0
-            assert not scheduler._states and not scheduler._live, "something is kept after its end"
+            assert not scheduler.requests.states and not scheduler.requests.live, "something is kept after its end"
         if not self.faulty_device:
             assert self.must_refuse == self.refused
         self.orders.judge()

@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[2]
 
 FAULTS = {
     "eviction_forgets_the_in_flight_count": (
-        "core/scheduler.py",
+        "core/requests.py",
         2,
-        "        self._waiting.add(state)\n\n    def _admissible",
-        "        self._waiting.add(state); state.in_flight = 0\n\n    def _admissible",
+        "        self._leave(state)\n        self.waiting.add(state)",
+        "        self._leave(state)\n        self.waiting.add(state); state.in_flight = 0",
     ),
     "stop_test_on_the_last_token_only": (
         "core/stopping.py",
@@ -30,13 +30,13 @@ FAULTS = {
         "self._plan.fresh_pages.extend(pages[1:])",
     ),
     "a_result_applied_after_a_final_status": (
-        "core/scheduler.py",
+        "core/committing.py",
         2,
-        "            if state.is_final:\n                self._forget_if_done(state)\n                continue",
-        "            if False:\n                self._forget_if_done(state)\n                continue",
+        "            if state.is_final:\n                requests.forget_if_done(state)\n                continue",
+        "            if False:\n                requests.forget_if_done(state)\n                continue",
     ),
     "a_full_prefix_hit_leaving_nothing_to_compute": (
-        "core/scheduler.py",
+        "core/requests.py",
         1,
         "limit = min(len(state.tokens), state.last_position) - 1",
         "limit = min(len(state.tokens), state.last_position)",
@@ -54,16 +54,16 @@ FAULTS = {
         "RequestState(request, arrival, config.seed if request.params.seed is None else request.params.seed,",
     ),
     "a_key_published_at_plan_time": (
-        "core/scheduler.py",
+        "core/planning.py",
         2,
         "        self._prefill(state, draft)\n        return True",
-        "        self._prefill(state, draft); state.num_computed = state.num_planned; self._publish(state)\n"
+        "        self._prefill(state, draft); state.num_computed = state.num_planned; requests.publish(state)\n"
         "        return True",
     ),
     "cached_keys_that_survive_a_drop_of_the_kv": (
-        "core/scheduler.py",
+        "core/requests.py",
         1,
-        "        self._replay_residents()\n        self._clear_cache()",
+        "        self._replay_residents()\n        self.clear_cache()",
         "        self._replay_residents()",
     ),
     "a_page_forgotten_when_the_kv_is_copied_out": (
@@ -103,7 +103,7 @@ FAULTS = {
         "if checkpoint.prompt_scores is not None:",
     ),
     "a_row_planned_before_the_host_had_its_say": (
-        "core/scheduler.py",
+        "core/planning.py",
         2,
         "if state.needs_host and state.in_flight:",
         "if False:",
@@ -121,7 +121,7 @@ FAULTS = {
         "counts = count >= self.min_tokens",
     ),
     "in_flight_kv_that_survives_other_weights": (
-        "core/scheduler.py",
+        "core/requests.py",
         1,
         '        if in_flight == "recompute":\n            self._replay_residents()\n',
         "",

@@ -43,7 +43,8 @@ class Adjustments(msgspec.Struct, frozen=True, array_like=True):
 class RowInit(msgspec.Struct, frozen=True, array_like=True):
     """Settings a device row gets when a request takes a slot. They stay until the slot's next `RowInit`.
 
-    A sampled token at absolute position p has output index p - prompt_length; the draw's key is (seed, output index).
+    A sampled token at absolute position p has output index p - prompt_length; the draw's key is (seed, child, output
+    index).
     `masked_ids` cannot be sampled while the output index is below `min_tokens`.
     `num_logprobs`: -2 none, -1 whole vocabulary, 0 chosen only, k the k best (`NO_LOGPROBS` below). `listed_ids` are
     scored beside these at each output position. The output begins with `forced_ids`, whatever would be drawn.
@@ -65,6 +66,7 @@ class RowInit(msgspec.Struct, frozen=True, array_like=True):
     adjustments: Adjustments | None = None
     listed_ids: tuple[int, ...] = ()
     forced_ids: tuple[int, ...] = ()
+    child: int = 0
 
 
 NO_LOGPROBS = -2
@@ -92,7 +94,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         target_start[i] (so its score comes from the logits at target_start[i] - 1, which this row computes).
     Applied before any row runs, in this order: `row_inits`; the block table entries (table_slot, table_index,
         table_page); then every page of `poisoned_pages`, which nobody owns, is filled with NaN (for debugging, else
-        there are none), and every page of `fresh_pages` is cleared.
+        there are none), and every page of `fresh_pages` is cleared; then the first copy_length[j] positions of page
+        copy_from[j] are copied into page copy_to[j], which is a fresh one (copy_from[j] never is).
     """
 
     step: int
@@ -112,6 +115,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     table_page: list[int]
     fresh_pages: list[int]
     poisoned_pages: list[int] = []
+    copy_from: list[int] = []
+    copy_to: list[int] = []
+    copy_length: list[int] = []
 
 
 class ScoreColumns(msgspec.Struct, frozen=True, array_like=True):

@@ -22,7 +22,7 @@ from perdure.core.residency import Residency
 
 
 class Requests(Protocol):
-    """What orders ask about the requests inside, and do to them."""
+    """What orders ask about the requests inside, and do to them; `core.requests` is what answers."""
 
     @property
     def steps_in_flight(self) -> int: ...

@@ -31,15 +31,17 @@ def philox4x32(counter: Counter, key: tuple[int, int]) -> Counter:
     return c0, c1, c2, c3
 
 
-def uniforms(seeds: NDArray[np.uint64], output_indices: NDArray[np.int64], child: int = 0) -> NDArray[np.float32]:
+def uniforms(
+    seeds: NDArray[np.uint64], output_indices: NDArray[np.int64], child: NDArray[np.int64] | int = 0
+) -> NDArray[np.float32]:
     """u in [0, 1) for each (seed, child, output index): the top 24 bits of the first word, exact in fp32.
 
-    The key is the seed (low word first), the counter (output index, child, 0, 0). Both arrays are [n].
+    The key is the seed (low word first), the counter (output index, child, 0, 0). The arrays are [n].
     """
     low, shift = np.uint64(_LOW), np.uint64(32)
     k0, k1 = seeds & low, seeds >> shift
     c0 = output_indices.astype(np.uint64) & low
-    c1 = np.full_like(c0, child)
+    c1 = np.broadcast_to(np.asarray(child), c0.shape).astype(np.uint64) & low
     c2, c3 = np.zeros_like(c0), np.zeros_like(c0)
     for _ in range(ROUNDS):
         first, second = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])

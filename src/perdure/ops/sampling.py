@@ -37,6 +37,7 @@ class SamplingColumns:
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float64]
     seed: NDArray[np.uint64]
+    child: Ids
     output_index: Ids
 
     def take(self, rows: Ids) -> SamplingColumns:
@@ -47,6 +48,7 @@ class SamplingColumns:
             self.top_p[rows],
             self.min_p[rows],
             self.seed[rows],
+            self.child[rows],
             self.output_index[rows],
         )
 
@@ -79,7 +81,7 @@ def sample(logits: Floats, columns: SamplingColumns) -> Ids:
     drawn = np.flatnonzero(~greedy)
     if len(drawn) == 0:
         return tokens
-    u = uniforms(columns.seed[drawn], columns.output_index[drawn])
+    u = uniforms(columns.seed[drawn], columns.output_index[drawn], columns.child[drawn])
     for part in row_slices(len(drawn), logits.shape[1]):
         rows = drawn[part]
         x = _scaled(logits, columns, rows)

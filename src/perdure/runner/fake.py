@@ -44,8 +44,9 @@ def chain(before: int, token: int, weights: int = 0) -> int:
 
 
 def draw(content: int, seed: int, index: int, settings: RowInit, vocab_size: int) -> int:
-    """The token that follows a context: greedy of the context alone, else of (seed, output index) too."""
-    mixed = content if settings.temperature == 0 else chain(content ^ seed & _MASK, index)
+    """The token that follows a context: greedy of the context alone, else of (seed, child, output index) too."""
+    key = seed + settings.child * 0x9E3779B97F4A7C15
+    mixed = content if settings.temperature == 0 else chain(content ^ key & _MASK, index)
     token = (mixed >> 7) % vocab_size
     if index < len(settings.forced_ids):
         return settings.forced_ids[index]
@@ -223,6 +224,7 @@ class FakeDevice:
             table.append(page)
         self._kv[plan.poisoned_pages] = _DIRT
         self._kv[plan.fresh_pages] = _CLEARED
+        self._copy(plan)
         self._failed.update((plan.slot[row], message) for row, message in self._fail(plan).items())
         failed = {row: self._failed[slot] for row, slot in enumerate(plan.slot) if slot in self._failed}
         made = Made(list(failed.items()))
@@ -237,6 +239,15 @@ class FakeDevice:
                 continue
             made.num_sampled.append(self._run_row(plan, row, given, targets, made))
         return made.output(plan.step)
+
+    def _copy(self, plan: StepPlan) -> None:
+        for source, target, length in zip(plan.copy_from, plan.copy_to, plan.copy_length, strict=True):
+            if source in plan.fresh_pages or target not in plan.fresh_pages:
+                raise DeviceFault(f"page {source} is copied to page {target}, and the second alone must be fresh")
+            content = self._kv[source, :length]
+            if (content == _DIRT).any() or (content == _CLEARED).any():
+                raise DeviceFault(f"{length} positions of page {source} are copied, and not all were written")
+            self._kv[target, :length] = content
 
     def _run_row(self, plan: StepPlan, row: int, given: list[int], targets: list[int], made: Made) -> int:
         slot = plan.slot[row]

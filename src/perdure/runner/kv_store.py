@@ -44,6 +44,11 @@ class KVStore:
         for page in pages:
             self._pool[:, :, :, page].zero_()
 
+    def copy(self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]) -> None:
+        """The first lengths[j] positions of page sources[j] into page targets[j], in every layer, in this order."""
+        for source, target, length in zip(sources, targets, lengths, strict=True):
+            self._pool[:, :, :, target, :length] = self._pool[:, :, :, source, :length]
+
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages with NaN, so that whoever reads what it did not write is found out."""
         self._pool.index_fill_(3, torch.tensor(pages), torch.nan)

@@ -42,6 +42,7 @@ class RowStore:
         self._top_p = np.ones(num_slots, np.float64)
         self._min_p = np.zeros(num_slots, np.float64)
         self._seed = np.zeros(num_slots, np.uint64)
+        self._child = np.zeros(num_slots, np.int64)
         self.listed_ids: list[Ids] = [NO_LIST] * num_slots
         self._forced_ids: list[tuple[int, ...]] = [()] * num_slots
         self._num_forced = np.zeros(num_slots, np.int64)
@@ -71,6 +72,7 @@ class RowStore:
             top_p=self._top_p[slots],
             min_p=self._min_p[slots],
             seed=self._seed[slots],
+            child=self._child[slots],
             output_index=output_index,
         )
 
@@ -115,6 +117,7 @@ class RowStore:
         self._top_p[slot] = init.top_p
         self._min_p[slot] = init.min_p
         self._seed[slot] = init.seed
+        self._child[slot] = init.child
         self.listed_ids[slot] = np.array(init.listed_ids, np.int64)
         self._forced_ids[slot] = init.forced_ids
         self._num_forced[slot] = len(init.forced_ids)

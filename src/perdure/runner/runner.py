@@ -162,6 +162,7 @@ class Runner:
         if plan.poisoned_pages:
             self._kv.poison(plan.poisoned_pages)
         self._kv.clear(plan.fresh_pages)
+        self._kv.copy(plan.copy_from, plan.copy_to, plan.copy_length)
         if not plan.slot:
             return StepOutput(plan.step, [], [], ScoreColumns.empty(), ScoreColumns.empty(), [])
 

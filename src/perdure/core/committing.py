@@ -1,0 +1,111 @@
+"""`Committing`: what came of a step, taken over in the order the steps were planned.
+
+- Tokens are appended, scores recorded by position, stops tested on each new token, full pages published.
+- A request ends here by stop, length or error; what a step gave beyond its end is dropped.
+- Results of a request that has ended are ignored, and only those.
+- Work is O(rows), never O(context).
+"""
+
+from __future__ import annotations
+
+from perdure.api import event as ev
+from perdure.api.errors import StepFailed
+from perdure.api.event import Failure
+from perdure.api.plan import StepOutput, StepPlan
+from perdure.core.control import Control
+from perdure.core.lifecycle import Status
+from perdure.core.requests import Requests
+from perdure.core.scores import append_scores, rows_with_scores
+from perdure.core.state import RequestState
+
+
+class Committing:
+    """Commits to `requests`; `control` names the epoch of new tokens."""
+
+    def __init__(self, requests: Requests, control: Control) -> None:
+        self._requests = requests
+        self._control = control
+
+    def commit(self, plan: StepPlan, output: StepOutput) -> None:
+        """Take over what a step gave, in the order the steps were planned."""
+        requests = self._requests
+        assert output.step == plan.step
+        requests.steps_in_flight -= 1
+        failed = dict(output.errors)
+        records = rows_with_scores(output.records)
+        prompt_records = rows_with_scores(output.prompt_records)
+        at = 0
+        for row, arrival in enumerate(plan.request):
+            first, at = at, at + output.num_sampled[row]
+            state = requests.states[arrival]
+            state.in_flight -= 1
+            if state.is_final:
+                requests.forget_if_done(state)
+                continue
+            if row in failed:
+                requests.end(state, Status.FAILED, "error", failure=Failure(StepFailed.__name__, failed[row]))
+                continue
+            if row in prompt_records:
+                assert state.prompt_scores is not None
+                append_scores(state.prompt_scores, output.prompt_records, prompt_records[row], state.tokens)
+            new_tokens = output.tokens[first:at]
+            if new_tokens:
+                state.stamp(state.num_output, self._control.epoch)
+            state.tokens += new_tokens
+            if row in records:
+                assert state.scores is not None
+                append_scores(state.scores, output.records, records[row], state.tokens)
+            if state.is_resident:
+                state.num_computed += plan.length[row]
+                if plan.num_tokens[row]:
+                    requests.note(state, "chunk", plan.length[row])
+                requests.publish(state)
+            self._after_tokens(state, len(new_tokens))
+
+    def _after_tokens(self, state: RequestState, count: int) -> None:
+        """End the request if these last tokens do, else report them."""
+        requests = self._requests
+        first = len(state.tokens) - count
+        if not count:
+            if state.stops.max_output == 0 and state.num_computed >= state.last_position:
+                requests.end(state, Status.FINISHED, "length")
+            return
+        if first == state.prompt_length:
+            requests.note(state, "first_token")
+        self._cut(state, state.prompt_length + state.stops.max_output)  # before a stop that lies beyond it can count
+        try:
+            stop = state.stops.first_stop(state.tokens, first)
+        except StepFailed as error:
+            requests.end(state, Status.FAILED, "error", failure=Failure.of(error))
+            return
+        if stop is not None:
+            self._cut(state, state.prompt_length + stop.num_tokens)
+        requests.counters.num_generated_tokens += len(state.tokens) - first
+        if stop is not None:
+            requests.end(state, Status.FINISHED, "stop", stop)
+        elif state.num_output >= state.stops.max_output:
+            requests.end(state, Status.FINISHED, "length")
+        elif state.request.stream:
+            self._report(state, first)
+
+    def _cut(self, state: RequestState, end: int) -> None:
+        """Drop what a step gave beyond the request's end."""
+        if len(state.tokens) > end:
+            del state.tokens[end:]
+            if state.scores is not None:
+                state.scores = state.scores.cut(0, state.num_output)
+
+    def _report(self, state: RequestState, first: int) -> None:
+        self._tell(state, first - state.prompt_length, state.num_output, self._control.epoch)
+
+    def report_past(self, state: RequestState) -> None:
+        """What a request that goes on from a checkpoint has already: a part for each span of weights."""
+        ends = [*(first for first, _ in state.epochs[1:]), state.num_output]
+        for (first, epoch), end in zip(state.epochs, ends, strict=False):
+            self._tell(state, first, end, epoch)
+
+    def _tell(self, state: RequestState, first: int, end: int, epoch: int) -> None:
+        """Output tokens first to end - 1, with their scores."""
+        scores = None if state.scores is None else state.scores.cut(first, end)
+        token_ids = state.tokens[state.prompt_length + first : state.prompt_length + end]
+        self._requests.events.append(ev.Progress(state.request.ticket, first, token_ids, scores, epoch))

@@ -1,0 +1,136 @@
+"""`Planning`: which rows the next step computes.
+
+- A step first continues residents that decode, then those in prefill, then admits: first come, first served, nobody
+  overtakes. All of it under one token budget.
+- Pages for a prefill are taken whole at admission, so a prefill never stalls; a decoding row takes one at a time.
+- Without a page somebody is put aside (`preempt`).
+- Work is O(rows), never O(context).
+"""
+
+from __future__ import annotations
+
+from perdure.api.config import CoreConfig
+from perdure.api.plan import StepPlan
+from perdure.core import budget, preempt
+from perdure.core.control import Control
+from perdure.core.draft import PlanDraft
+from perdure.core.lifecycle import Status
+from perdure.core.requests import Requests
+from perdure.core.state import RequestState
+
+
+class Planning:
+    """Plans over `requests`; `control` says whether, and whom it holds back."""
+
+    def __init__(self, config: CoreConfig, requests: Requests, control: Control) -> None:
+        self._config = config
+        self._requests = requests
+        self._control = control
+
+    @property
+    def can_act(self) -> bool:
+        """Whether `plan` could return a step now, as far as is known without trying."""
+        return self._control.may_plan and bool(self._requests.residents or self._admissible())
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to do now (paused, drained, or all that can run is in flight)."""
+        requests = self._requests
+        if not self._control.may_plan:
+            return None
+        poisoned = requests.pool.unowned() if self._config.poison_free_pages else []
+        draft = PlanDraft(requests.counters.num_steps, self._config.max_num_batched_tokens, requests.pool, poisoned)
+        evictions = -1
+        while not draft.num_rows and evictions != requests.counters.num_evictions:
+            # An eviction may free what an earlier resident lacked: look again before giving up.
+            evictions = requests.counters.num_evictions
+            self._continue_residents(draft)
+            self._admit_waiting(draft)
+        if not draft.num_rows:
+            return None
+        requests.counters.num_steps += 1
+        requests.steps_in_flight += 1
+        return draft.finish()
+
+    def _continue_residents(self, draft: PlanDraft) -> None:
+        prefills = []
+        page_size = self._config.page_size
+        for state in tuple(self._requests.residents):
+            if not state.is_resident:
+                continue  # evicted for one before it
+            planned = state.num_planned
+            if planned < state.prefill_end:
+                prefills.append(state)
+            elif planned < state.last_position and draft.tokens_left > 0:
+                if state.needs_host and state.in_flight:
+                    continue  # its neighbours go on
+                if planned == len(state.pages) * page_size and not self._grow(state, draft):
+                    continue
+                draft.decode(state)
+        for state in prefills:
+            if draft.tokens_left > 0 and state.is_resident:
+                self._prefill(state, draft)
+
+    def _prefill(self, state: RequestState, draft: PlanDraft) -> None:
+        draft.prefill(state, min(state.prefill_end - state.num_planned, draft.tokens_left))
+
+    def _grow(self, state: RequestState, draft: PlanDraft) -> bool:
+        """One more page for a decoding row; without one, somebody is put aside."""
+        requests = self._requests
+        while not requests.pool.num_free:
+            if preempt.may_pause(state, requests.residents, self._config.paused_pages):
+                requests.pause(state)
+                return False
+            victim = preempt.victim(requests.residents)
+            requests.evict(victim)
+            if victim is state:
+                return False
+        if state.status is Status.PAUSED:
+            state.move(Status.RUNNING)
+            requests.note(state, "resumed")
+        draft.grow(state, 1)
+        return True
+
+    def _admissible(self) -> RequestState | None:
+        """The first in the queue that a pause does not hold back, unless its own steps are still in flight."""
+        may_admit = self._control.may_admit
+        head = next((state for state in self._requests.waiting if may_admit(state.arrival)), None)
+        return None if head is None or head.in_flight else head
+
+    def _admit_waiting(self, draft: PlanDraft) -> None:
+        requests = self._requests
+        if not self._config.admit_beside_paused and any(s.status is Status.PAUSED for s in requests.residents):
+            return
+        while draft.tokens_left > 0 and requests.slots.num_free and (state := self._admissible()) is not None:
+            if state.tried_at == requests.pool.version or not self._take_in(state, draft):
+                break
+
+    def _take_in(self, state: RequestState, draft: PlanDraft) -> bool:
+        """Give the request a slot, what the prefix index has of it, and pages for all its known tokens."""
+        requests = self._requests
+        end = min(len(state.tokens), state.last_position)
+        pages, nodes = requests.cached_prefix(state)
+        needed = budget.num_pages_for(end, self._config.page_size) - len(pages)
+        paused = sum(other.status is Status.PAUSED for other in requests.residents)
+        num_free = requests.pool.num_free - requests.pool.num_idle(pages) - paused
+        if not preempt.may_return(num_free, needed, len(requests.residents), state.num_evictions):
+            state.tried_at = requests.pool.version
+            return False
+        requests.begin(state)
+        is_current = requests.prefix.is_current(pages)
+        state.exact = state.exact and is_current
+        state.nodes = nodes if self._config.enable_prefix_caching and is_current else None
+        state.num_planned = state.num_computed = len(pages) * self._config.page_size
+        state.prefill_end = end
+        draft.init_row(state, self._config.vocab_size)
+        draft.share(state, pages)
+        draft.grow(state, needed)
+        state.num_residencies += 1
+        if state.num_residencies == 1 and not state.num_output:
+            state.num_cached = state.num_computed
+            requests.counters.num_cached_tokens += state.num_computed
+            requests.counters.num_prompt_tokens += state.prompt_length
+        if not self._config.batch_invariant and (pages or state.has_begun):
+            state.exact = False  # other forms go on with other bits than an undisturbed run
+        requests.note(state, "scheduled", end - state.num_planned)
+        self._prefill(state, draft)
+        return True

@@ -1,0 +1,253 @@
+"""`Requests`: every request inside, with the pages, slots and cached prefixes it holds; and what becomes of them.
+
+- Residents (with slot and pages) and waiting requests are two lists, each in order (priority, arrival).
+- A request is begun, put aside and ended here and nowhere else, so each of these is one function.
+- Who is begun or put aside, and when, others decide: `planning`, `committing`, `scheduler`.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from msgspec.structs import replace
+
+from perdure.api import command as cmd
+from perdure.api import event as ev
+from perdure.api.config import CoreConfig
+from perdure.api.event import Event, Failure, FinishReason, StopMatch
+from perdure.api.moment import MomentKind
+from perdure.api.plan import DeviceRow
+from perdure.api.request import RequestId
+from perdure.core.draft import row_settings
+from perdure.core.lifecycle import Status
+from perdure.core.pages import PagePool
+from perdure.core.prefix import PrefixIndex
+from perdure.core.queue import Queue, replay_order
+from perdure.core.slots import Slots
+from perdure.core.state import RequestState
+
+
+class Counters:
+    """Totals since start, for `Stats`."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_pauses = 0
+        self.num_evictions = 0
+        self.num_steps = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
+
+
+class Requests:
+    """`events` is what is to be told next, in order."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self.fingerprint = config.fingerprint
+        """What the bits of results depend on, with the weights of now."""
+        self.prefix = PrefixIndex(config.page_size)
+        self.pool = PagePool(config.num_pages, self.prefix.forget)
+        self.slots = Slots(config.max_num_seqs)
+        self.states: dict[int, RequestState] = {}
+        """By arrival: all that are live, and final ones with steps in flight."""
+        self.live: dict[RequestId, RequestState] = {}
+        self.residents: list[RequestState] = []
+        self.waiting = Queue()
+        self.counters = Counters()
+        self.steps_in_flight = 0
+        self.events: list[Event] = []
+
+    def add(self, state: RequestState) -> None:
+        """A new request: it waits."""
+        self.counters.num_requests += 1
+        self.states[state.arrival] = state
+        self.live[state.request.request_id] = state
+        self.waiting.add(state)
+        self.note(state, "queued", detail=state.request.request_id)
+
+    def begin(self, state: RequestState) -> None:
+        """Give a waiting request a slot; pages are the plan's to give."""
+        self.waiting.remove(state)
+        state.move(Status.RUNNING)
+        insort(self.residents, state, key=order_of)
+        state.slot = self.slots.take()
+
+    def pause(self, state: RequestState) -> None:
+        if state.status is Status.RUNNING:
+            state.move(Status.PAUSED)
+            state.num_pauses += 1
+            self.note(state, "paused")
+            self.counters.num_pauses += 1
+            state.paused_at = self.counters.num_pauses
+
+    def evict(self, state: RequestState) -> None:
+        """Take slot and pages away. What is in flight still counts: its tokens are valid wherever they come from."""
+        state.move(Status.WAITING)
+        state.num_evictions += 1
+        self.note(state, "evicted")
+        self.counters.num_evictions += 1
+        self._leave(state)
+        self.waiting.add(state)
+
+    def end(
+        self,
+        state: RequestState,
+        status: Status,
+        reason: FinishReason,
+        stop: StopMatch | None = None,
+        failure: Failure | None = None,
+    ) -> None:
+        """The one end of a request, from whatever status."""
+        if state.status is Status.WAITING:
+            self.waiting.remove(state)
+        state.move(status)
+        del self.live[state.request.request_id]
+        if state.is_resident:
+            self._leave(state)
+        self.events.append(ev.Ended(state.request.ticket, state.record(reason, stop, failure)))
+        self.forget_if_done(state)
+
+    def _leave(self, state: RequestState) -> None:
+        """Give slot and pages back. Steps in flight may still write to them: whoever gets them next writes later."""
+        self.residents.remove(state)
+        self.slots.release(state.slot)
+        self.pool.release(state.pages)
+        state.leave_device()
+
+    def forget_if_done(self, state: RequestState) -> None:
+        if state.is_final and state.in_flight == 0:
+            del self.states[state.arrival]
+
+    def note(self, state: RequestState, kind: MomentKind, num_tokens: int = 0, detail: RequestId = "") -> None:
+        """Something happened to the request: whoever submitted it, and a trace, will see it."""
+        self.events.append(ev.Moment(state.request.ticket, kind, num_tokens, detail))
+
+    def told(self) -> list[Event]:
+        """What is to be told by now."""
+        told, self.events = self.events, []
+        return told
+
+    # The prefix cache
+
+    def cached_prefix(self, state: RequestState) -> tuple[list[int], list[int]]:
+        """Published pages this request may begin with: one position is left to compute, and none whose scores are
+        asked and not recorded."""
+        if not self.config.enable_prefix_caching or state.request.params.skip_reading_prefix_cache:
+            return [], []
+        limit = min(len(state.tokens), state.last_position) - 1
+        if state.num_prompt_scores_missing:
+            assert state.prompt_scores is not None
+            limit = min(limit, state.prompt_scores.num_scored)
+        return self.prefix.match(state.tokens, limit)
+
+    def publish(self, state: RequestState) -> None:
+        """Offer full, committed pages to later prompts."""
+        nodes, size = state.nodes, self.config.page_size
+        if nodes is None or state.num_computed < (len(nodes) + 1) * size:
+            return
+        for index in range(len(nodes), state.num_computed // size):
+            parent = nodes[-1] if nodes else self.prefix.root
+            page = state.pages[index]
+            node, is_new = self.prefix.publish(parent, state.tokens[index * size : (index + 1) * size], page)
+            if is_new:
+                self.pool.publish(page)
+            nodes.append(node)
+
+    def clear_cache(self) -> None:
+        for page in self.prefix.clear():
+            self.pool.unpublish(page)
+        for state in self.residents:
+            state.nodes = None
+
+    # What orders do to all of them (`control.Requests`)
+
+    @property
+    def num_live(self) -> int:
+        return len(self.live)
+
+    @property
+    def weights(self) -> int:
+        return self.prefix.weights
+
+    def any_before(self, arrival: int) -> bool:
+        return any(state.arrival < arrival for state in self.live.values())
+
+    def kept_pages(self) -> list[int]:
+        return self.pool.kept()
+
+    def drop_kv(self) -> None:
+        self._replay_residents()
+        self.clear_cache()
+
+    def take_weights(self, epoch: int, digest: str, cache: cmd.CachePolicy, in_flight: cmd.InFlightPolicy) -> None:
+        self.fingerprint = replace(self.fingerprint, weights=digest)
+        if in_flight == "recompute":
+            self._replay_residents()
+        if cache == "invalidate":
+            self.clear_cache()
+        self.prefix.take_weights(epoch, keep=cache == "keep")
+        for state in self.waiting:
+            state.forget_prompt_scores()
+        for state in self.residents:  # their KV is of the weights before
+            state.nodes = None
+            state.exact = False
+
+    def begin_anew(self) -> None:
+        self.clear_cache()
+        self.pool.begin_anew()
+        self.counters = Counters()
+
+    def _replay_residents(self) -> None:
+        """Take slots and pages away from all; they come again before everybody else."""
+        replayed = replay_order(self.residents)
+        for state in replayed:
+            state.move(Status.WAITING)
+            self.note(state, "dropped")
+            self._leave(state)
+        self.waiting.replay(replayed)
+
+    # Seeing
+
+    def device_rows(self) -> list[DeviceRow]:
+        """What the device must hold of every resident request, when no step is in flight."""
+        assert not self.steps_in_flight
+        rows = []
+        for state in self.residents:
+            decodes = state.num_computed >= state.prefill_end
+            last_token = state.tokens[state.num_computed] if decodes else None
+            settings = row_settings(state, self.config.vocab_size)
+            rows.append(DeviceRow(settings, state.num_computed, last_token, list(state.pages)))
+        return rows
+
+    def check_idle(self) -> None:
+        """With nobody live and nothing in flight nothing is held. Costs nothing; raises AssertionError."""
+        if self.live or self.steps_in_flight:
+            return
+        lost = self.pool.num_pages - self.pool.num_free
+        assert not lost, f"{lost} of {self.pool.num_pages} pages are held by nobody"
+        assert self.slots.num_free == self.slots.num_slots, "a device row is held by nobody"
+        kept = len(self.states) + len(self.residents) + len(self.waiting)
+        assert not kept, f"{kept} entries are kept of requests that have ended"
+
+    def check(self) -> None:
+        """Everything is accounted for; for debugging and tests. Raises AssertionError."""
+        self.check_idle()
+        self.prefix.check(self.pool.is_published)
+        for state in self.live.values():
+            state.check()
+        self.pool.check([state.pages for state in self.residents])
+        assert [s.order for s in self.residents] == sorted(s.order for s in self.residents)
+        self.waiting.check()
+        assert all(s.is_resident == (s.status in (Status.RUNNING, Status.PAUSED)) for s in self.states.values())
+        assert {s.arrival for s in self.live.values()} == {s.arrival for s in (*self.residents, *self.waiting)}
+        slots = [state.slot for state in self.residents]
+        assert len({*slots}) == len(slots) == self.config.max_num_seqs - self.slots.num_free
+        assert all(s.in_flight > 0 for s in self.states.values() if s.is_final)
+        if not self.steps_in_flight:
+            assert all(s.in_flight == 0 for s in self.states.values())
+
+
+def order_of(state: RequestState) -> tuple[int, int]:
+    return state.order
