@@ -1,7 +1,7 @@
 """What the engine loop reports, addressed by ticket.
 
-A request gets `Refused`, or any number of `Moment` and `Progress` and one `Ended`; a routed one also `Admitted`, and
-`PromptScored` if that was asked.
+A request gets any number of `Moment` and `Progress` and one `Ended`; or `Refused`, before any `Progress`. A routed one
+also gets `Admitted`, and `PromptScored` if its prompt's scores were asked.
 """
 
 from __future__ import annotations
