@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -15,6 +15,8 @@ from perdure.api.fingerprint import Fingerprint
 from perdure.api.sampling import LogprobsMode
 
 OnMismatch = Literal["continue", "refuse"]
+RoutingPolicy = Literal["round_robin", "load_balanced", "longest_prefix", "first_prefix_block"]
+OnReplicaLoss = Literal["resume", "fail"]
 
 
 class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +65,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: most positions computed in one step. steps_in_flight: 1 = plan only after the step before
     is known, 2 = overlapped, up to 4. batch_invariant: bitwise results whatever the schedule. on_mismatch: whether a
     checkpoint whose bits come from another kind of engine goes on, with `exact=False` in its result, or is refused.
+    data_parallel_size: how many engines, each in a process of its own, behind one coordinator; what follows is for
+    that one. routing_policy: by turns, by load, or by who was sent the beginning of the prompt, wholly or its
+    first page. routing_alpha: what load counts against a prefix (0: nothing). affinity_ttl: seconds after which a
+    prefix that was sent counts no more. on_replica_loss: whether the requests of a replica that is lost go on at
+    others or fail. replica_wait_s: how long requests wait where no replica serves. blocking_collectives: whether
+    replicas compute nothing between the two phases of an order that all must agree on.
     paused_pages: how many pages requests that wait for one may keep together, others are evicted and computed again;
     None = a tenth of the pool. admit_beside_paused: False = while a request waits so, no other is taken in.
     attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own. quantization:
@@ -101,6 +109,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     journal: str | None = None
     check_integrity: bool = False
     poison_free_pages: bool = False
+    data_parallel_size: int = 1
+    routing_policy: RoutingPolicy = "longest_prefix"
+    routing_alpha: float = 0.5
+    affinity_ttl: float = 300.0
+    on_replica_loss: OnReplicaLoss = "resume"
+    replica_wait_s: float = 60.0
+    blocking_collectives: bool = False
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -126,6 +141,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("attention_backend", "linear_backend"):
             if self.batch_invariant and getattr(self, name) == "plain":
                 raise InvalidValue(f"{name}='plain' is not batch invariant: it needs batch_invariant=False")
+        for name, most in _SECONDS_AND_WEIGHTS:
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= most:
+                raise InvalidValue(f"{name}={number!r} is no number from 0 to {most:g}")
         if self.quantization is not None:
             self._check_quantization()
         if self.num_pages is not None and self.kv_cache_bytes is not None:
@@ -166,7 +185,9 @@ _RANGES: tuple[tuple[str, int, int | None], ...] = (
     ("paused_pages", 0, None),
     ("steps_in_flight", 1, 4),
     ("max_num_waiting", 1, None),
+    ("data_parallel_size", 1, 65536),
 )
+_SECONDS_AND_WEIGHTS = (("routing_alpha", 1e6), ("affinity_ttl", 1e9), ("replica_wait_s", 1e9))
 _TEXTS = ("model", "tokenizer", "journal")
 _BOOLEANS = (
     "admit_beside_paused",
@@ -176,6 +197,7 @@ _BOOLEANS = (
     "progress",
     "check_integrity",
     "poison_free_pages",
+    "blocking_collectives",
 )
 _OPTIONAL = ("max_model_len", "num_pages", "kv_cache_bytes", "paused_pages", "quantization", "max_num_waiting")
 _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -188,6 +210,8 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention_backend", ("auto", "native", "tiled", "plain", "reference")),
     ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),
     ("quantization", ("gguf",)),
+    ("routing_policy", get_args(RoutingPolicy)),
+    ("on_replica_loss", get_args(OnReplicaLoss)),
 )
 _QUANTIZED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtype", ("auto", "float32")),

@@ -14,9 +14,8 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Literal
 
-Policy = Literal["round_robin", "load_balanced", "longest_prefix", "first_prefix_block"]
+from perdure.api.config import RoutingPolicy
 
 KEY_BYTES = 8
 MOST_KEYS = 1_000_000
@@ -83,7 +82,7 @@ class PrefixTable:
 class Chooser:
     """The policy, and what it remembers."""
 
-    def __init__(self, policy: Policy, alpha: float, ttl_s: float) -> None:
+    def __init__(self, policy: RoutingPolicy, alpha: float, ttl_s: float) -> None:
         self._policy = policy
         self._alpha = alpha
         self._turn = 0

@@ -157,6 +157,8 @@ class Submissions:
                     if (live := self._live.get(ticket)) is not None:
                         live.is_aborted = True
                 self._say(m.Abort(list(tickets), everything))
+            case cmd.Prepared():
+                raise AssertionError("a grammar is made where its request is computed")
             case _ if not self.is_open:
                 return [self._no_session(command.ticket)]
             case cmd.TakeCheckpoint(ticket, _, request_ticket, end):

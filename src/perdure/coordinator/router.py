@@ -10,24 +10,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from perdure.api import command as cmd
+from perdure.api.config import EngineConfig, OnReplicaLoss, RoutingPolicy
 from perdure.api.errors import InvalidValue, PerdureError, QueueFull, ReplicaLost
 from perdure.api.event import Failure
 from perdure.api.output import Stats
 from perdure.coordinator import messages as m
-from perdure.coordinator.affinity import Chooser, Policy
+from perdure.coordinator.affinity import Chooser
 from perdure.coordinator.entries import Entries, Entry
 from perdure.coordinator.link import Frames
 from perdure.coordinator.membership import STALL_S, Members, Replica
 from perdure.coordinator.orders import Orders
 from perdure.coordinator.sessions import Arrived, Happening, Lost, Opened
-
-OnReplicaLoss = Literal["resume", "fail"]
 
 MOST_BYTES = 2**30
 """Of submitted frames that are kept."""
@@ -38,7 +37,7 @@ MOST_FRUITLESS = 3
 class Routing(NamedTuple):
     """What a user may decide about routing (`EngineConfig`)."""
 
-    policy: Policy = "longest_prefix"
+    policy: RoutingPolicy = "longest_prefix"
     alpha: float = 0.5
     affinity_ttl: float = 300.0
     on_replica_loss: OnReplicaLoss = "resume"
@@ -46,6 +45,17 @@ class Routing(NamedTuple):
     blocking_collectives: bool = False
     stall_s: float = STALL_S
     most_bytes: int = MOST_BYTES
+
+    @staticmethod
+    def of(config: EngineConfig) -> Routing:
+        return Routing(
+            config.routing_policy,
+            config.routing_alpha,
+            config.affinity_ttl,
+            config.on_replica_loss,
+            config.replica_wait_s,
+            config.blocking_collectives,
+        )
 
 
 class Router:
