@@ -27,6 +27,7 @@ class Entry:
         "fingerprint",
         "frames",
         "is_aborted",
+        "is_begun",
         "keys",
         "num_fruitless",
         "num_moves",
@@ -55,8 +56,10 @@ class Entry:
         self.num_moves = 0
         self.num_was_known = 0
         """Its tokens when its owner got it."""
+        self.is_begun = False
+        """Whether its owner has admitted it."""
         self.num_fruitless = 0
-        """Owners in a row that were lost without a new token."""
+        """Owners in a row that began with it and were lost without a new token."""
         self.deadline: float | None = None
         """When it has waited for a replica long enough."""
 
@@ -124,6 +127,7 @@ class Entries:
         entry.owner = owner
         entry.deadline = None
         entry.num_was_known = len(entry.token_ids)
+        entry.is_begun = False
         self._by_owner.setdefault(owner, {})[entry.serial] = entry
 
     def take_back(self, entry: Entry) -> None:

@@ -104,6 +104,10 @@ class Link:
         """Whether something can go out at once."""
         return bool(self._unsent) and len(self._under_way) < WINDOW
 
+    def beat_soon(self) -> None:
+        """Let the other end hear of this one at once."""
+        self._sent_at -= BEAT_S
+
     def take(self, packet: Packet, frames: Frames, now: float) -> list[tuple[Message, Frames]]:
         """A packet of this session came; returns the messages whose turn it is."""
         self.heard_at = now

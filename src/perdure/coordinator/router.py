@@ -30,7 +30,7 @@ from perdure.coordinator.sessions import Arrived, Happening, Lost, Opened
 
 MOST_BYTES = 2**30
 """Of submitted frames that are kept."""
-MOST_FRUITLESS = 3
+MOST_FRUITLESS = 5
 """A request whose replicas were lost so often in a row, without a new token, may be what kills them: it fails."""
 
 
@@ -206,6 +206,7 @@ class Router:
             case m.Admitted(serial):
                 if (entry := self.entries.owned(session, serial)) is not None:
                     entry.admitted = message
+                    entry.is_begun = True
                     if entry.client is not None:
                         told = replace(message, number=entry.number, fingerprint=replica.about.fingerprint)
                         self._send(entry.client, told)
@@ -278,14 +279,17 @@ class Router:
         for entry in self.entries.of_owner(replica.session):
             entry.fingerprint = replica.about.fingerprint
             entry.num_moves += 1
-            entry.num_fruitless = entry.num_fruitless + 1 if len(entry.token_ids) == entry.num_was_known else 0
+            if len(entry.token_ids) > entry.num_was_known:
+                entry.num_fruitless = 0
+            else:
+                entry.num_fruitless += entry.is_begun
             self.entries.take_back(entry)
             if entry.is_aborted:
                 self._end(entry, m.Ending("abort"))
             elif self._routing.on_replica_loss == "fail":
                 self._fail(entry, ReplicaLost(f"replica {replica.index}, which computed this request, was lost"))
             elif entry.num_fruitless >= MOST_FRUITLESS:
-                times = f"{entry.num_fruitless} replicas were lost one after another while they computed this request"
+                times = f"{entry.num_fruitless} replicas were lost one after another while they had this request"
                 self._fail(entry, ReplicaLost(f"{times}, and none gave a token"))
             else:
                 moved.append(entry)

@@ -207,6 +207,7 @@ class Caller:
         match packet.kind:
             case Kind.OPENED if link is None:
                 self.link = Link(self._number, packet.answerer, now)
+                self.link.beat_soon()
                 return [Opened(packet.answerer, Hello(VERSION, ""))]
             case Kind.REFUSED if link is None:
                 self.refused = packet.why
