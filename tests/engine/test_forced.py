@@ -231,7 +231,7 @@ def test_T39_lengths_always_agree(depth: int, make_async: MakeAsync) -> None:
 def test_T39_lengths_agree_over_interruptions(depth: int, make_async: MakeAsync, soak_factor: int) -> None:
     """Random settings of a handful of requests, while the engine is paused, suspended in every way, its cache and its
     epoch changed, and some go on from a checkpoint: as above, for what was streamed before and after."""
-    llm = make_async(steps_in_flight=depth, num_pages=12, paused_pages=2, max_num_batched_tokens=40)
+    llm = make_async(steps_in_flight=depth, num_pages=6, paused_pages=0, max_num_batched_tokens=40)
     seen = prompt(40, 3)
     count: Counter[str] = Counter()
 
