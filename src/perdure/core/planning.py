@@ -2,8 +2,8 @@
 
 - A step first continues residents that decode, then those in prefill, then admits: first come, first served. All of it
   under one token budget.
-- Nobody overtakes one that waits for a slot or for pages. One that waits for a prefix which another computes is passed
-  over, and a slot and its pages are kept for it: who goes before it takes nothing that it needs.
+- Nobody overtakes one that waits for a slot or for pages. Whoever is ready goes past those whose grammar is not. One
+  that waits for a prefix which another computes is passed over too, and a slot and its pages are kept for it.
 - Pages for a prefill are taken whole at admission, so a prefill never stalls; a decoding row takes one at a time.
 - Without a page somebody is put aside (`preempt`).
 - Work is O(rows), never O(context).
@@ -34,7 +34,8 @@ class Planning:
     @property
     def can_act(self) -> bool:
         """Whether `plan` could return a step now, as far as is known without trying."""
-        return self._control.may_plan and bool(self._requests.residents or self._admissible())
+        has_rows = bool(self._requests.residents) or any(not state.in_flight for state in self._ready(1))
+        return self._control.may_plan and has_rows
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if there is nothing to do now (paused, drained, or all that can run is in flight)."""
@@ -94,21 +95,19 @@ class Planning:
         draft.grow(state, 1)
         return True
 
-    def _admissible(self) -> RequestState | None:
-        """The first in the queue that a pause does not hold back, unless its own steps are still in flight."""
+    def _ready(self, count: int) -> list[RequestState]:
+        """The first in the queue that neither a pause nor what they wait for holds back."""
         may_admit = self._control.may_admit
-        head = next((state for state in self._requests.waiting if may_admit(state.arrival)), None)
-        return None if head is None or head.in_flight else head
+        ready = (state for state in self._requests.waiting if not state.waits_for and may_admit(state.arrival))
+        return list(islice(ready, count))
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
         requests = self._requests
         if not self._config.admit_beside_paused and any(s.status is Status.PAUSED for s in requests.residents):
             return
-        may_admit, pool = self._control.may_admit, requests.pool
-        admissible = (state for state in requests.waiting if may_admit(state.arrival))
         num_kept = 0
-        for state in tuple(islice(admissible, requests.slots.num_free)):
-            if draft.tokens_left <= 0 or state.in_flight or state.tried_at == pool.version:
+        for state in self._ready(requests.slots.num_free):
+            if draft.tokens_left <= 0 or state.in_flight or state.tried_at == requests.pool.version:
                 break
             num_found = requests.cache.find(state)
             if requests.cache.is_coming(state):
