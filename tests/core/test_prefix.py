@@ -70,3 +70,22 @@ def test_clear_names_every_page() -> None:
     path = publish(index, [1, 2, 3, 4], [10, 11])
     assert sorted(index.clear()) == [10, 11] and all(node.is_gone for node in path)
     assert found(index, [1, 2], 2) == [] and len(index) == 0
+
+
+def test_weights_find_their_own_pages_and_those_they_were_told_to_keep() -> None:
+    """Epoch 1 keeps what 0 published, and adds to it; back at 0, what 1 added is gone, and 0 can publish it anew."""
+    index = PrefixIndex(2)
+    publish(index, [1, 2, 3, 4], [10, 11])
+    assert index.take_weights(1, keep=True) == []
+    path = publish(index, [1, 2, 3, 4, 5, 6], [20, 21, 22])
+    assert [node.page for node in path] == [10, 11, 22] and not index.is_current(path) and index.is_current(path[2:])
+    publish(index, [7, 8, 9, 10], [23, 24])
+    index.check()
+    assert sorted(index.take_weights(0, keep=False)) == [22, 23, 24]
+    assert found(index, [1, 2, 3, 4, 5, 6], 6) == [10, 11] and found(index, [7, 8], 2) == []
+    publish(index, [7, 8], [30])
+    index.take_weights(2, keep=False)
+    assert found(index, [7, 8], 2) == []
+    index.take_weights(0, keep=False)
+    assert found(index, [7, 8], 2) == [30]
+    index.check()

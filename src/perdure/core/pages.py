@@ -41,7 +41,7 @@ class PagePool:
                 page = self._free.pop()
             else:
                 page, _ = self._idle.popitem(last=False)
-                self._let_go(self._index.forget(page))
+                self.let_go(self._index.forget(page))
             self._holders[page] = 1
             taken.append(page)
         return taken
@@ -75,9 +75,9 @@ class PagePool:
 
     def forget_all(self) -> None:
         """The index names nothing any more: idle pages are free, and held ones will be."""
-        self._let_go(self._index.clear())
+        self.let_go(self._index.clear())
 
-    def _let_go(self, pages: Sequence[int]) -> None:
+    def let_go(self, pages: Sequence[int]) -> None:
         """These are not named any more."""
         for page in pages:
             if page in self._idle:

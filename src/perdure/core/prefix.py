@@ -61,8 +61,7 @@ class PrefixIndex:
         self.weights = 0
         """The epoch that the weights which now compute were loaded as."""
         self._begun_with = 0
-        """The weights in the roots of now: with stale pages served, these are older than `weights`."""
-        self._serves_stale = False
+        """The weights in the roots of now: older than `weights` where those use what earlier ones published."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -97,7 +96,7 @@ class PrefixIndex:
         size, parent = self.page_size, path[-1] if path else root
         for first in range(len(path) * size, end - size + 1, size):
             node = self._nodes.get((parent, tuple(tokens[first : first + size])))
-            if node is None or not (node.weights == self.weights or self._serves_stale):
+            if node is None:
                 break
             if node.num_top < num_top and first + size - 1 > num_scored:
                 break
@@ -120,12 +119,25 @@ class PrefixIndex:
         """Whether the weights that now compute have computed all of these."""
         return all(node.weights == self.weights for node in path)
 
-    def take_weights(self, epoch: int, keep: bool) -> None:
+    def take_weights(self, epoch: int, keep: bool) -> list[int]:
         """Other weights compute from now on. keep: they use what earlier ones published; else they begin under roots of
-        their own."""
-        self.weights, self._serves_stale = epoch, keep
+        their own. Returns pages that are named no more: where they were kept, what hangs under a root is of several
+        weights, and that ends here."""
+        dropped: list[int] = []
+        if not keep and self.weights != self._begun_with:
+            for page, node in list(self._node_of.items()):
+                if not node.is_gone and node.weights != self._root_of(node)[0]:
+                    dropped += [page, *self.forget(page)]
+        self.weights = epoch
         if not keep:
             self._begun_with = epoch
+        return dropped
+
+    def _root_of(self, node: Node) -> Root:
+        parent = node.parent
+        while isinstance(parent, Node):
+            parent = parent.parent
+        return parent
 
     def lineage(self, page: int) -> Iterator[int]:
         """A published page, and the pages before it on its path."""
@@ -167,6 +179,9 @@ class PrefixIndex:
         for page, node in self._node_of.items():
             assert node.page == page and self._nodes[node.key] is node, f"page {page} is named by a wrong node"
             assert len(node.key[1]) == self.page_size
+            begun_with = self._root_of(node)[0]
+            is_kept = begun_with == self._begun_with and self.weights != begun_with
+            assert node.weights == begun_with or is_kept, f"page {page} was computed by weights {node.weights}"
             if isinstance(parent := node.parent, Node):
                 is_found = not parent.is_gone and self._nodes.get(parent.key) is parent and node in parent.children
                 assert is_found, f"page {page} is named, and can never be found"

@@ -140,7 +140,7 @@ class PrefixCache:
         """Other weights compute from now on. states: all; residents have KV of those before, and offer none of it."""
         self._forget_paths(states)
         self.pins.let_go()
-        self.index.take_weights(epoch, keep)
+        self.pool.let_go(self.index.take_weights(epoch, keep))
         self.pins.find_again()
 
     def _forget_paths(self, states: Sequence[RequestState]) -> None:
