@@ -298,7 +298,7 @@ def test_T50_what_filters_keep_beside_each_other(make_llm: MakeLLM, tmp_path: Pa
         assert all(np.flatnonzero(np.isfinite(row)).tolist() == kept for row in rows.numpy())
         assert {*output.outputs[0].token_ids} == {*kept}
     for wrong in (0, 1.5, -0.1, float("nan")):
-        with pytest.raises(InvalidValue, match=r"top_p=.* is not (in \(0, 1\]: 1 turns the filter off|a finite number)"):
+        with pytest.raises(InvalidValue, match=r"top_p=.* is not (in \(0, 1\]: 1 turns|a finite number)"):
             SamplingParams(top_p=wrong)
     witness("T50", num_rows=len(outputs))
 

@@ -237,8 +237,8 @@ def test_damaged_and_foreign_files_are_refused() -> None:
         "cut short: 1 bytes end before": [data[:1]],
         "cut short: 18 bytes end before": [data[:version]],
         "cut short: 19 bytes end before": [data[: version + 1]],
-        "format version 0, and only version 2": [data[:version] + b"\0\0" + data[version + 2 :]],
-        "format version 1, and only version 2": [data[:version] + b"\1\0" + data[version + 2 :]],
+        "format version 0, and only version 3": [data[:version] + b"\0\0" + data[version + 2 :]],
+        "format version 1, and only version 3": [data[:version] + b"\1\0" + data[version + 2 :]],
         "damaged or cut short": [data[:-1], data[: version + 2], data + b"x", data[:-1] + bytes([data[-1] ^ 1])],
         "is bytes, not str": ["perdure checkpoint"],
     }

@@ -19,12 +19,12 @@ import msgspec
 from perdure.api.errors import InvalidValue
 from perdure.api.fingerprint import Fingerprint
 from perdure.api.moment import RequestEvent
-from perdure.api.request import Request, RequestId, checked_id
+from perdure.api.request import Request, RequestId, check_salt, checked_id
 from perdure.api.sampling import MAX_INTEGER, MAX_SEED, LogprobsMode, SamplingParams, is_unicode
 from perdure.api.scores import PackedScores
 
 MAGIC = b"perdure checkpoint"
-VERSION = 2
+VERSION = 3
 """Of the file's format. It grows with every change of a field; other versions are refused, never guessed at."""
 
 _VERSION_BYTES, _DIGEST_BYTES = 2, 16
@@ -66,6 +66,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     num_checkpoints: int
     epochs: tuple[tuple[int, int], ...] = ()
     timing: Timing = Timing()
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
@@ -73,6 +74,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         checked_id(self.request_id)
         if self.prompt is not None and not is_unicode(self.prompt):
             raise InvalidValue(f"prompt={self.prompt!r} is not valid Unicode")
+        check_salt(self.cache_salt)
         if len(self.tokens) % 4 or not 1 <= self.prompt_length <= self.num_tokens:
             raise InvalidValue(f"prompt_length={self.prompt_length} does not fit tokens of {len(self.tokens)} bytes")
         if not (0 <= self.max_output <= MAX_INTEGER and self.num_output < max(self.max_output, 1)):
@@ -124,7 +126,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_request(self, request_id: RequestId, ticket: int, stream: bool) -> Request:
         """The request it was taken of, submitted anew."""
-        return Request(request_id, ticket, self.prompt_token_ids, self.params, self.prompt, stream)
+        return Request(request_id, ticket, self.prompt_token_ids, self.params, self.prompt, stream, self.cache_salt)
 
     def to_bytes(self) -> bytes:
         """The file form; `from_bytes` gives an equal value back."""
