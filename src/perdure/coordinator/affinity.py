@@ -24,10 +24,10 @@ MOST_KEYS_A_PROMPT = 1024
 """Longer prompts are known by their beginning."""
 
 
-def page_keys(token_ids: Sequence[int], page_size: int) -> list[bytes]:
-    """A key for each full page but one that would leave nothing to compute."""
+def page_keys(token_ids: Sequence[int], page_size: int, salt: str | None = None) -> list[bytes]:
+    """A key for each full page but one that would leave nothing to compute. salt: requests of another share nothing."""
     keys: list[bytes] = []
-    before = b""
+    before = b"" if salt is None else salt.encode()
     for first in range(0, len(token_ids) - page_size, page_size):
         page = array("q", token_ids[first : first + page_size]).tobytes()
         before = hashlib.blake2b(before + page, digest_size=KEY_BYTES).digest()

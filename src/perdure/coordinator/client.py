@@ -157,8 +157,8 @@ class Submissions:
                     if (live := self._live.get(ticket)) is not None:
                         live.is_aborted = True
                 self._say(m.Abort(list(tickets), everything))
-            case cmd.Prepared():
-                raise AssertionError("a grammar is made where its request is computed")
+            case cmd.Prepared() | cmd.PinPrefix() | cmd.UnpinPrefix():
+                raise AssertionError(f"{command} is for one engine")
             case _ if not self.is_open:
                 return [self._no_session(command.ticket)]
             case cmd.TakeCheckpoint(ticket, _, request_ticket, end):
@@ -171,7 +171,7 @@ class Submissions:
         return []
 
     def _submit(self, command: cmd.Submit, request: Request) -> None:
-        keys = page_keys(request.prompt_token_ids, self.page_size)
+        keys = page_keys(request.prompt_token_ids, self.page_size, request.cache_salt)
         wired = replace(request, request_id=0, ticket=0, prompt=None, stream=True, routed=True)
         live = Live(request, _encode(replace(command, request=wired)), keys)
         self._live[request.ticket] = live

@@ -309,6 +309,7 @@ def going_on(request: Request, known: m.Known) -> Checkpoint:
         num_evictions=0,
         num_checkpoints=known.num_moves,
         epochs=tuple(known.epochs),
+        cache_salt=request.cache_salt,
     )
 
 

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
-from perdure.api.errors import EngineDead, InvalidValue
+from perdure.api.errors import EngineDead, InvalidValue, StateError
 from perdure.api.event import Failure
 from perdure.api.request import RequestId
 from perdure.coordinator import messages as m
@@ -31,6 +31,7 @@ from perdure.coordinator.sessions import Arrived, Caller
 from perdure.coordinator.wire import CallingSocket, new_name
 from perdure.engine.desk import Desk, Receiver
 from perdure.engine.progress import Reporter
+from perdure.engine.prompts import Prompt
 from perdure.engine.replica import Details
 from perdure.engine.tokenizer import Tokenizer, load_tokenizer
 from perdure.models.weight_set import Source
@@ -144,6 +145,9 @@ class RemoteEngine(Desk):
                 raise InvalidValue("weights: replicas load them from a directory or a GGUF file, which they can reach")
             self._sources[order.ticket] = str(source)
         return self._ask(order)
+
+    def pin(self, prompt: Prompt) -> tuple[int, Future[object]]:
+        raise StateError("pin_prefix holds pages of one engine: behind a coordinator there are several")
 
     def _put(self, commands: Sequence[cmd.Command]) -> None:
         for command in commands:
