@@ -45,9 +45,9 @@ class PagePool:
         return taken
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more holder for published pages."""
+        """One more holder for pages that are published, or that another request holds."""
         for page in pages:
-            assert self._published[page], page
+            assert self._published[page] or self._holders[page], page
             if self._holders[page] == 0:
                 del self._idle[page]
             self._holders[page] += 1

@@ -101,34 +101,47 @@ class Planning:
         if not self._config.admit_beside_paused and any(s.status is Status.PAUSED for s in requests.residents):
             return
         while draft.tokens_left > 0 and requests.slots.num_free and (state := self._admissible()) is not None:
-            if state.tried_at == requests.pool.version or not self._take_in(state, draft):
+            if state.group.must_wait(state):
+                requests.hold(state)
+            elif state.tried_at == requests.pool.version or not self._take_in(state, draft):
                 break
 
     def _take_in(self, state: RequestState, draft: PlanDraft) -> bool:
-        """Give the request a slot, what the prefix index has of it, and pages for all its known tokens."""
-        requests = self._requests
+        """Give the request a slot, what the prefix index or a sibling has of it, and pages for all its known tokens."""
+        requests, group, page_size = self._requests, state.group, self._config.page_size
         end = min(len(state.tokens), state.last_position)
         pages, nodes = requests.cached_prefix(state)
-        needed = budget.num_pages_for(end, self._config.page_size) - len(pages)
+        fork = group.fork_for(state, page_size)
+        if fork is not None and fork.num_positions(page_size) > len(pages) * page_size:
+            pages = fork.pages
+        else:
+            fork = None
+        needed = budget.num_pages_for(end, page_size) - len(pages)
         paused = sum(other.status is Status.PAUSED for other in requests.residents)
         num_free = requests.pool.num_free - requests.pool.num_idle(pages) - paused
         if not preempt.may_return(num_free, needed, len(requests.residents), state.num_evictions):
             state.tried_at = requests.pool.version
             return False
         requests.begin(state)
-        is_current = requests.prefix.is_current(pages)
-        state.exact = state.exact and is_current
-        state.nodes = nodes if self._config.enable_prefix_caching and is_current else None
-        state.num_planned = state.num_computed = len(pages) * self._config.page_size
+        if fork is not None:
+            state.exact = state.exact and fork.source.exact
+            state.nodes = None if fork.source.nodes is None else fork.source.nodes[: len(pages)]
+        else:
+            is_current = requests.prefix.is_current(pages)
+            state.exact = state.exact and is_current
+            state.nodes = nodes if self._config.enable_prefix_caching and is_current else None
+        state.num_planned = state.num_computed = len(pages) * page_size
         state.prefill_end = end
         draft.init_row(state, self._config.vocab_size)
         draft.share(state, pages)
         draft.grow(state, needed)
-        state.num_residencies += 1
-        if state.num_residencies == 1 and not state.num_output:
-            state.num_cached = state.num_computed
+        if fork is not None:
+            draft.copy(state, fork)
+        if not group.num_residencies and not group.has_output:
+            group.num_cached = state.num_computed
             requests.counters.num_cached_tokens += state.num_computed
             requests.counters.num_prompt_tokens += state.prompt_length
+        group.num_residencies += 1
         if not self._config.batch_invariant and (pages or state.has_begun):
             state.exact = False  # other forms go on with other bits than an undisturbed run
         requests.note(state, "scheduled", end - state.num_planned)

@@ -1,6 +1,7 @@
 """`Requests`: every request inside, with the pages, slots and cached prefixes it holds; and what becomes of them.
 
-- Residents (with slot and pages) and waiting requests are two lists, each in order (priority, arrival).
+- Residents (with slot and pages) and waiting requests are two lists, each in order (priority, arrival). Each child of a
+  request with n > 1 is one of them; those that wait for their prompt are held back by their `group`.
 - A request is begun, put aside and ended here and nowhere else, so each of these is one function.
 - Who is begun or put aside, and when, others decide: `planning`, `committing`, `scheduler`.
 """
@@ -14,11 +15,13 @@ from msgspec.structs import replace
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.config import CoreConfig
-from perdure.api.event import Event, Failure, FinishReason, StopMatch
+from perdure.api.ending import Ending, FinishReason
+from perdure.api.event import Event
 from perdure.api.moment import MomentKind
 from perdure.api.plan import DeviceRow
 from perdure.api.request import RequestId
 from perdure.core.draft import row_settings
+from perdure.core.group import Group
 from perdure.core.lifecycle import Status
 from perdure.core.pages import PagePool
 from perdure.core.prefix import PrefixIndex
@@ -52,27 +55,47 @@ class Requests:
         self.slots = Slots(config.max_num_seqs)
         self.states: dict[int, RequestState] = {}
         """By arrival: all that are live, and final ones with steps in flight."""
-        self.live: dict[RequestId, RequestState] = {}
+        self.live: dict[RequestId, Group] = {}
+        self.num_left = 0
+        """Live requests, every child counted."""
         self.residents: list[RequestState] = []
         self.waiting = Queue()
         self.counters = Counters()
         self.steps_in_flight = 0
         self.events: list[Event] = []
 
-    def add(self, state: RequestState) -> None:
-        """A new request: it waits."""
-        self.counters.num_requests += 1
-        self.states[state.arrival] = state
-        self.live[state.request.request_id] = state
-        self.waiting.add(state)
-        self.note(state, "queued", detail=state.request.request_id)
+    def add(self, group: Group) -> None:
+        """A new request: it waits, for its first child to begin with the prompt."""
+        self.live[group.request.request_id] = group
+        self.num_left += group.num_left
+        self.counters.num_requests += group.num_left
+        for state in group.children:
+            self.states[state.arrival] = state
+            group.held[state.child] = state
+            self.note(state, "queued", detail=group.request.request_id)
+        self._let_in(group)
 
     def begin(self, state: RequestState) -> None:
         """Give a waiting request a slot; pages are the plan's to give."""
         self.waiting.remove(state)
         state.move(Status.RUNNING)
         insort(self.residents, state, key=order_of)
+        state.group.residents.append(state)
         state.slot = self.slots.take()
+
+    def hold(self, state: RequestState) -> None:
+        """A waiting child leaves its prompt to a sibling."""
+        self.waiting.remove(state)
+        state.group.held[state.child] = state
+
+    def prompt_may_be_there(self, state: RequestState) -> None:
+        """After a commit: siblings may begin with what this one has computed."""
+        if state.group.held:
+            self._let_in(state.group)
+
+    def _let_in(self, group: Group) -> None:
+        for state in group.let_go():
+            self.waiting.put_back(state)
 
     def pause(self, state: RequestState) -> None:
         if state.status is Status.RUNNING:
@@ -91,27 +114,27 @@ class Requests:
         self._leave(state)
         self.waiting.add(state)
 
-    def end(
-        self,
-        state: RequestState,
-        status: Status,
-        reason: FinishReason,
-        stop: StopMatch | None = None,
-        failure: Failure | None = None,
-    ) -> None:
-        """The one end of a request, from whatever status."""
-        if state.status is Status.WAITING:
+    def end(self, state: RequestState, ending: Ending) -> None:
+        """The one end of a request, or of a child, from whatever status."""
+        group = state.group
+        if state.status is Status.WAITING and group.held.pop(state.child, None) is None:
             self.waiting.remove(state)
-        state.move(status)
-        del self.live[state.request.request_id]
+        state.move(STATUS_OF[ending.reason])
+        state.ending = ending
         if state.is_resident:
             self._leave(state)
-        self.events.append(ev.Ended(state.request.ticket, state.record(reason, stop, failure)))
+        self.num_left -= 1
+        group.num_left -= 1
+        if not group.num_left:
+            del self.live[group.request.request_id]
+        self.events.append(ev.Ended(group.request.ticket, state.record(), group.num_left))
         self.forget_if_done(state)
+        self._let_in(group)
 
     def _leave(self, state: RequestState) -> None:
         """Give slot and pages back. Steps in flight may still write to them: whoever gets them next writes later."""
         self.residents.remove(state)
+        state.group.residents.remove(state)
         self.slots.release(state.slot)
         self.pool.release(state.pages)
         state.leave_device()
@@ -122,7 +145,7 @@ class Requests:
 
     def note(self, state: RequestState, kind: MomentKind, num_tokens: int = 0, detail: RequestId = "") -> None:
         """Something happened to the request: whoever submitted it, and a trace, will see it."""
-        self.events.append(ev.Moment(state.request.ticket, kind, num_tokens, detail))
+        self.events.append(ev.Moment(state.request.ticket, kind, num_tokens, detail, state.child))
 
     def told(self) -> list[Event]:
         """What is to be told by now."""
@@ -137,7 +160,7 @@ class Requests:
         if not self.config.enable_prefix_caching or state.request.params.skip_reading_prefix_cache:
             return [], []
         limit = min(len(state.tokens), state.last_position) - 1
-        if state.num_prompt_scores_missing:
+        if state.group.num_prompt_scores_missing:
             assert state.prompt_scores is not None
             limit = min(limit, state.prompt_scores.num_scored)
         return self.prefix.match(state.tokens, limit)
@@ -168,11 +191,15 @@ class Requests:
         return len(self.live)
 
     @property
+    def num_waiting(self) -> int:
+        return self.num_left - len(self.residents)
+
+    @property
     def weights(self) -> int:
         return self.prefix.weights
 
     def any_before(self, arrival: int) -> bool:
-        return any(state.arrival < arrival for state in self.live.values())
+        return any(group.children[0].arrival < arrival for group in self.live.values())
 
     def kept_pages(self) -> list[int]:
         return self.pool.kept()
@@ -188,8 +215,9 @@ class Requests:
         if cache == "invalidate":
             self.clear_cache()
         self.prefix.take_weights(epoch, keep=cache == "keep")
-        for state in self.waiting:
-            state.forget_prompt_scores()
+        for group in self.live.values():
+            if not group.residents and not group.has_output:
+                group.forget_prompt_scores()
         for state in self.residents:  # their KV is of the weights before
             state.nodes = None
             state.exact = False
@@ -235,18 +263,31 @@ class Requests:
         """Everything is accounted for; for debugging and tests. Raises AssertionError."""
         self.check_idle()
         self.prefix.check(self.pool.is_published)
-        for state in self.live.values():
+        living = [state for group in self.live.values() for state in group.children if not state.is_final]
+        for group in self.live.values():
+            group.check()
+        for state in living:
             state.check()
         self.pool.check([state.pages for state in self.residents])
         assert [s.order for s in self.residents] == sorted(s.order for s in self.residents)
         self.waiting.check()
         assert all(s.is_resident == (s.status in (Status.RUNNING, Status.PAUSED)) for s in self.states.values())
-        assert {s.arrival for s in self.live.values()} == {s.arrival for s in (*self.residents, *self.waiting)}
+        held = [state for group in self.live.values() for state in group.held.values()]
+        found = sorted(s.arrival for s in (*self.residents, *self.waiting, *held))
+        assert sorted(s.arrival for s in living) == found and len(found) == self.num_left
         slots = [state.slot for state in self.residents]
         assert len({*slots}) == len(slots) == self.config.max_num_seqs - self.slots.num_free
         assert all(s.in_flight > 0 for s in self.states.values() if s.is_final)
         if not self.steps_in_flight:
             assert all(s.in_flight == 0 for s in self.states.values())
+
+
+STATUS_OF: dict[FinishReason, Status] = {
+    "stop": Status.FINISHED,
+    "length": Status.FINISHED,
+    "abort": Status.ABORTED,
+    "error": Status.FAILED,
+}
 
 
 def order_of(state: RequestState) -> tuple[int, int]:

@@ -275,7 +275,7 @@ class Engine:
         for event in events:
             if isinstance(event, ev.Taken):
                 event = self._timed(event, time)
-            last = not isinstance(event, (ev.Progress, ev.Moment))
+            last = not isinstance(event, (ev.Progress, ev.Moment)) and not (isinstance(event, ev.Ended) and event.num_left)
             receiver = self._receivers.pop(event.ticket) if last else self._receivers[event.ticket]
             if last:
                 self.resolved.runner.functions.release(event.ticket)
