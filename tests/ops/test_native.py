@@ -370,13 +370,27 @@ def test_without_kernels_torch_serves_and_says_why(tmp_path, environment: dict[s
 
 @pytest.mark.parametrize("threads", [1], indirect=True)
 def test_the_library_is_made_once(tmp_path) -> None:
-    """Two processes that start together, then one more: one file, and nothing left beside it."""
+    """Two processes that start together, then one more: one library and its digest. One cut short is made again."""
     code = "from perdure.ops.native import library; print(library().version)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PERDURE_CACHE": str(tmp_path)}
     run = [sys.executable, "-c", code]
     both = [subprocess.Popen(run, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     versions = {process.communicate()[0] for process in both}
-    (made,) = (tmp_path / "native").iterdir()
-    before = made.stat().st_mtime_ns
+    digest, made = sorted((tmp_path / "native").iterdir())
+    assert (digest.suffix, made.suffix) == (".sha256", ".so")
+    before, content = made.stat().st_mtime_ns, made.read_bytes()
     versions.add(subprocess.run(run, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout)
     assert len(versions) == 1 and made.stat().st_mtime_ns == before
+    made.write_bytes(content[: len(content) // 2])
+    versions.add(subprocess.run(run, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    assert len(versions) == 1 and made.read_bytes() == content
+
+
+@pytest.mark.parametrize("threads", [1], indirect=True)
+def test_where_nothing_can_be_kept_nothing_is_left(tmp_path) -> None:
+    code = "from perdure.ops.native import library; print(library().folder)"
+    (tmp_path / "file").touch()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PERDURE_CACHE": str(tmp_path / "file")}
+    env["TMPDIR"] = str(tmp_path)
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -56,7 +56,7 @@ def after_a_hit(depth: int) -> tuple[Stage, Call]:
     stage.run()
     call = submitted(stage, prompt_logprobs=None)
     stage.until(lambda: call.num_output == 6)
-    assert call.state.num_cached == 8
+    assert call.group.num_cached == 8
     return stage, call
 
 

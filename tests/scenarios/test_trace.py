@@ -74,12 +74,12 @@ def test_a_trace_agrees_with_the_scheduler(depth: int) -> None:
         file = record(life)
         life.run()
         timeline = trace_of(file).timeline
-        tracks = {track.ticket: track for track in timeline.tracks}
-        assert set(tracks) == set(life.ended) - life.is_elsewhere
+        tracks = {(track.ticket, track.child): track for track in timeline.tracks}
+        assert set(tracks) == {key for key in life.records if key[0] not in life.is_elsewhere}
         assert timeline.num_refused == len(life.refused - life.is_elsewhere)
-        for ticket, track in tracks.items():
-            if ticket not in life.went_on:  # a record counts what was before its checkpoint, too
-                check_track(track, life.ended[ticket])
+        for key, track in tracks.items():
+            if key[0] not in life.went_on:  # a record counts what was before its checkpoint, too
+                check_track(track, life.records[key])
             seen.update(span.state for span in track.spans)
         check_levels(timeline)
         entries = read(io.BytesIO(file.getvalue()))[1]

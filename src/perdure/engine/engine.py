@@ -33,7 +33,7 @@ from perdure.engine.loop import Inbox, Loop
 from perdure.engine.progress import Reporter
 from perdure.engine.prompts import Prompt, checked_id, ids_to_abort, name_of
 from perdure.engine.resolve import Resolved, resolve
-from perdure.engine.text import Detokenizer
+from perdure.engine.spelling import text_cursor
 from perdure.models.weight_set import Source
 from perdure.runner.worker import ThreadedRunner
 
@@ -118,7 +118,7 @@ class Engine:
         """Text for stop strings."""
         if self.tokenizer is None:
             raise InvalidValue(f"stop={list(request.params.stop)!r} needs text, but the model came without a tokenizer")
-        return Detokenizer(self.tokenizer, request.params.skip_special_tokens)
+        return text_cursor(self.tokenizer, request.params.skip_special_tokens)
 
     # Callers' threads
 

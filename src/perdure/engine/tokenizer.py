@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from perdure.api.errors import ModelLoadError, ModelNotFound
 from perdure.engine.chat_template import Messages, Tools, one_line, refuse_missing_template, refusing_bad_messages
 from perdure.engine.gguf_tokenizer import GGUFTokenizer
+from perdure.engine.spelling import Spelling
 from perdure.models.store import open_gguf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -32,6 +33,11 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
     all_special_ids: tuple[int, ...]
     adds_bos: bool
+
+    @property
+    def spelling(self) -> Spelling | None:
+        """The bytes of its ids, where text is these joined; None = only `decode` knows."""
+        ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -79,6 +85,8 @@ class DirectoryTokenizer:
         # `all_special_ids` of transformers are the named ones only; decoding drops every token marked special.
         marked = (token_id for token_id, token in self._inner.added_tokens_decoder.items() if token.special)
         self.all_special_ids = tuple(sorted({*self._inner.all_special_ids, *marked}))
+        fast = getattr(self._inner, "backend_tokenizer", None)
+        self.spelling = None if fast is None else Spelling.of(fast, self.all_special_ids)
         self.adds_bos = self.bos_token_id is not None and self.encode("")[:1] == [self.bos_token_id]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -86,6 +94,8 @@ class DirectoryTokenizer:
         return list(self._inner.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if self.spelling is not None:
+            return self.spelling.decode(ids, skip_special_tokens)
         text: str = self._inner.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )

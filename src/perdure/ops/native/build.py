@@ -1,13 +1,15 @@
 """Compiling the kernels and keeping them.
 
 - The library is named by all it depends on: sources, flags, compiler, processor. Another of any is another file.
-- It is written beside its final name and moved there, so processes that start together do not see half a file.
+- It is written beside its final name and moved there, so processes that start together do not see half a file. One
+  that is not what was compiled, by the digest beside it, is compiled again: a library cut short kills who loads it.
 - Kept under $PERDURE_CACHE, else $XDG_CACHE_HOME/perdure, else ~/.cache/perdure; where that cannot be written, in a
   folder of this process's own.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -128,7 +130,7 @@ def _load(compiler: list[str], compiler_version: str) -> Library:
     key = digest.hexdigest()[:16]
     folder = _folder()
     path = folder / f"kernels-{key}.so"
-    if not path.exists():
+    if not _is_whole(path):
         _compile(compiler, sources, path)
     try:
         c = ctypes.CDLL(str(path))
@@ -153,12 +155,28 @@ def _compile(compiler: list[str], sources: list[Path], path: Path) -> None:
             except BuildError as error:
                 refusal = refusal or error
                 continue
-            with made.open("rb") as file:
-                os.fsync(file.fileno())  # a library cut short by a power failure would end every start after it
-            os.replace(made, path)
+            _digest_file(made).write_text(_digest(made))
+            for file in (_digest_file(made), made):
+                os.replace(file, path.with_name(file.name))
             return
     assert refusal is not None
     raise refusal
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digest_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the library is there, as it was compiled."""
+    try:
+        return _digest_file(path).read_text() == _digest(path)
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _folder() -> Path:
@@ -177,7 +195,9 @@ def _folder() -> Path:
 
 @cache
 def _own_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="perdure-native-"))
+    folder = tempfile.mkdtemp(prefix="perdure-native-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _processor() -> tuple[str, str]:
