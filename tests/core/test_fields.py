@@ -86,8 +86,8 @@ SAMPLE = 1
 
 @pytest.fixture
 def lived() -> tuple[Bench, RequestState]:
-    """A request that runs, after an eviction, a pause and a hit, with every setting set and a step in flight. Of its three
-    children the first has ended."""
+    """A request that runs, after an eviction, a pause and a hit, with every setting set and a step in flight. Of its
+    three children the first has ended."""
     bench = Bench(logprobs_mode="raw")
     bench.scheduler._make_cursor = lambda request: Letters()
     params = SamplingParams(**SETTINGS)

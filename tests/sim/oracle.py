@@ -38,7 +38,8 @@ def expected(
     weights_at: Callable[[int], int] = lambda index: 0,
     child: int = 0,
 ) -> Expected:
-    """Of one child, computed as if it were the only one. weights_at(output index): the weights that draw this token; the prompt's scores are of those at 0."""
+    """Of one child, computed as if it were the only one. weights_at(output index): the weights that draw this token;
+    the prompt's scores are of those at 0."""
     params, prompt = request.params, request.prompt_token_ids
     room = min(config.max_model_len, config.num_pages * config.page_size) - len(prompt)
     forced = params.forced_token_ids or ()

@@ -81,8 +81,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """status: what the request was when this was taken; that of the sample that is furthest. prompt: its text, if it was
-    given as text.
+    """status: what the request was when this was taken, as its furthest sample. prompt: its text, if it was given as
+    text.
 
     prompt_tokens: int32, little-endian. max_output: the budget of each sample as clipped at first admission.
     samples: in the order of their index. prompt_scores: as far as the prompt was computed. logprobs_mode: as resolved.

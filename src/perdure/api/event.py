@@ -16,6 +16,7 @@ from perdure.api.moment import MomentKind
 from perdure.api.request import RequestId
 from perdure.api.scores import TokenScores
 
+
 class Record(msgspec.Struct, frozen=True):
     """All that remains of an ended request, or of one of its children, copied out of the core. Token ids and scores are
     not stripped yet. prompt_scores: of the prompt, which the children share: in the record of the last to end.

@@ -11,9 +11,10 @@ from perdure.api.scores import TokenScores
 
 
 class CompletionOutput(msgspec.Struct, frozen=True):
-    """One sample; index: which of the request's n. len(token_ids) == len(logprobs) whenever scores were asked, in each streamed part too.
+    """One sample. len(token_ids) == len(logprobs) whenever scores were asked, in each streamed part too.
 
-    stop_reason: None for an end id of the model, else the id, the sequence or the string that stopped it.
+    index: which of the request's n. stop_reason: None for an end id of the model, else the id, the sequence or the
+    string that stopped it.
     weight_epochs: (first output index, epoch) wherever other weights took over; in a part, those that begin in it.
     """
 

@@ -1,7 +1,8 @@
 """Checkpoints: a live request given out as a plain value, and a request that goes on from one.
 
 - A checkpoint is a mark in the request's committed tokens. What is in flight is not in it and comes again elsewhere:
-  a draw depends on (seed, child, output position) only. So it can be taken at any time, in any status, and nobody notices.
+  a draw depends on (seed, child, output position) only. So it can be taken at any time, in any status, unnoticed.
+- It holds the whole group; children that have ended stay ended, and are told of again where it goes on.
 - Nothing is resolved again: seed, budget and kind of scores go with the request. Where they do not fit it is refused.
 - All that is on a device starts anew, as after an eviction; nothing recorded is asked for again.
 """

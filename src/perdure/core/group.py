@@ -1,10 +1,10 @@
 """`Group`: one submitted request. Its children are the samples of its one prompt, and live and end each for itself.
 
-- Most requests have one child. What is the request's and not a sample's stands here: seed, scores of the prompt, what of
-  it was cached.
+- Most requests have one child. What is the request's and not a sample's stands here: seed, scores of the prompt, what
+  of it was cached.
 - With several, one child computes the prompt and the others are held back, outside the queue. When the prompt is
-  committed they begin with its pages: full ones by reference, what is left by a copy of the beginning of a page. At least
-  one position is left to each: the one that its first token is drawn from.
+  committed they begin with its pages: full ones by reference, what is left by a copy of the beginning of a page. At
+  least one position is left to each: the one that its first token is drawn from.
 - Which child computes the prompt does not show. It may end or be put aside at any time: then another one does.
 """
 
@@ -86,7 +86,7 @@ class Group:
         return len(self.request.prompt_token_ids) - 1 - self.prompt_scores.num_scored
 
     def forget_prompt_scores(self) -> None:
-        """They are asked anew: the prompt is computed again by other weights, and no token was drawn after the old ones."""
+        """They are asked anew: other weights compute the prompt again, and no token was drawn after the old ones."""
         if self.request.params.prompt_logprobs is not None:
             self.prompt_scores = TokenScores(leading_none=True)
 
@@ -102,7 +102,7 @@ class Group:
         return any(one.in_flight for one in self.children if one is not child and not one.is_final)
 
     def let_go(self) -> list[RequestState]:
-        """Held children that need not wait any more: all once the prompt is there, one if nobody else would compute it."""
+        """Held children that need wait no more: all once the prompt is there, one if nobody else would compute it."""
         if not self.held or (self.num_left > len(self.held) and not any(_has_prompt(one) for one in self.residents)):
             return []
         freed = list(self.held.values()) if self.residents else [next(iter(self.held.values()))]

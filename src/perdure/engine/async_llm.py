@@ -35,9 +35,9 @@ from perdure.models.weight_set import Source
 class Handle:
     """One submitted request.
 
-    `async for part in handle` gives parts as they come, the last with `finished` True; `await handle` gives the whole
-    result; with n > 1 a part is of one sample, whose `index` it has; both may be used, and awaited again. A refused request raises its error from either. Leaving an iteration
-    early ends nothing: `abort` does.
+    `async for part in handle` gives parts as they come, the last with `finished` True; with n > 1 each part is of one
+    sample, whose `index` it has. `await handle` gives the whole result; both may be used, and awaited again. A refused
+    request raises its error from either. Leaving an iteration early ends nothing: `abort` does.
     """
 
     def __init__(self, engine: Engine, submission: cmd.Submit) -> None:
@@ -119,7 +119,6 @@ class Handle:
             case PerdureError():
                 self._result.set_exception(event)
         self._parts.put_nowait(None)
-
 
     def _last_part(self, record: ev.Record) -> RequestOutput:
         """Of a sample that has ended before others."""

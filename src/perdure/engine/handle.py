@@ -24,7 +24,7 @@ REFUSALS = (InvalidValue, StateError, QueueFull)
 
 class Arrivals:
     """What happened to one request and when, and the records of its children. on_event is called on the loop's thread
-    with all that is more than a moment on the way; after a refusal, an error or an `Ended` that leaves none nothing comes.
+    with all that is more than a moment on the way; the last is a refusal, an error or an `Ended` that leaves nobody.
 
     A request that goes on from a checkpoint brings its past; the time it lay as one does not count.
     """

@@ -118,8 +118,7 @@ def _spelled(scores: TokenScores | None, tokenizer: Tokenizer | None) -> TokenSc
 
 
 class StreamBuilder:
-    """Turns the progress of one sample into parts. With `cumulative` a part holds everything so far, else what is new.
-    """
+    """Turns the progress of one sample into parts. With `cumulative` a part holds all so far, else what is new."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, cumulative: bool, child: int = 0) -> None:
         params = request.params

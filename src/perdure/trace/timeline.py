@@ -65,7 +65,8 @@ class EngineSpan(msgspec.Struct, frozen=True):
 
 
 class Track:
-    """The way of one request, or of one of its samples. end_reason: as in its result, or "refused"; None if the journal ends before it."""
+    """The way of one request, or of one of its samples. end_reason: as in its result, or "refused"; None if the journal
+    ends before it."""
 
     def __init__(self, moment: Moment, time: float) -> None:
         self.ticket = moment.ticket
