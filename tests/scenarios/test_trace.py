@@ -75,10 +75,14 @@ def test_a_trace_agrees_with_the_scheduler(depth: int) -> None:
         life.run()
         timeline = trace_of(file).timeline
         tracks = {(track.ticket, track.child): track for track in timeline.tracks}
-        assert set(tracks) == {key for key in life.records if key[0] not in life.is_elsewhere}
+        refused_late = {key for key in life.moments if key[0] in life.refused - life.is_elsewhere}
+        ended_here = {key for key in life.records if key[0] not in life.is_elsewhere}
+        assert set(tracks) == ended_here | refused_late
         assert timeline.num_refused == len(life.refused - life.is_elsewhere)
         for key, track in tracks.items():
-            if key[0] not in life.went_on:  # a record counts what was before its checkpoint, too
+            if key in refused_late:
+                assert track.end_reason == "refused" and {span.state for span in track.spans} <= {"waiting"}
+            elif key[0] not in life.went_on:  # a record counts what was before its checkpoint, too
                 check_track(track, life.records[key])
             seen.update(span.state for span in track.spans)
         check_levels(timeline)

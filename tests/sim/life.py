@@ -18,6 +18,7 @@ from perdure.api import event as ev
 from perdure.api.checkpoint import Checkpoint, Sample
 from perdure.api.config import CoreConfig
 from perdure.api.directive import Directive
+from perdure.api.event import Failure
 from perdure.api.fingerprint import Fingerprint
 from perdure.api.output import Stats
 from perdure.api.plan import StepOutput, StepPlan
@@ -137,6 +138,10 @@ class Life:
         self.went_on: dict[int, Checkpoint] = {}
         """By the ticket under which it went on."""
         self.is_elsewhere: set[int] = set()
+        self.unprepared: list[int] = []
+        """Those whose grammar is still being compiled, as it were."""
+        self.unmade: set[int] = set()
+        """Those whose grammar cannot be: refused, unless they have ended before."""
         self.must_refuse: set[int] = set()
         self.may_refuse: set[int] = set()
         self.next_ticket = 1
@@ -174,6 +179,8 @@ class Life:
                 self._take_checkpoint()
             elif roll < 0.80 and self.at_rest:
                 self._go_on()
+            if self.unprepared and self.rng.random() < 0.2:
+                self._prepare()
             self.loop.turn(block=False)
             self.elsewhere.loop.turn(block=False)
             if not to_submit and len(self.ended) + len(self.refused) == len(self.requests):
@@ -212,8 +219,23 @@ class Life:
             self.must_refuse.add(ticket)
         if self.faulty_device:
             self.may_refuse.add(ticket)
-        self.requests[ticket] = request
+        self._enter(request)
         self.send(cmd.Submit(request))
+
+    def _enter(self, request: Request) -> None:
+        self.requests[request.ticket] = request
+        if request.params.structured_outputs is not None:
+            self.unprepared.append(request.ticket)
+
+    def _prepare(self) -> None:
+        """Somebody's grammar, in any order, is there or cannot be; who has ended since hears of it too."""
+        rng = self.rng
+        ticket = self.unprepared.pop(rng.randrange(len(self.unprepared)))
+        failure = Failure("InvalidValue", "planted") if rng.random() < 0.15 else None
+        if failure is not None:
+            self.unmade.add(ticket)
+        inbox = self.elsewhere.inbox if ticket in self.is_elsewhere else self.inbox
+        inbox.put(cmd.Prepared(ticket, failure))
 
     def _live(self, there: bool = False) -> list[Request]:
         """Those that will be live, here or elsewhere, when what is sent now is applied."""
@@ -221,7 +243,7 @@ class Life:
             request
             for ticket, request in self.requests.items()
             if (ticket in self.is_elsewhere) == there
-            and not (ticket in self.ended or ticket in self.must_refuse or _ends_at_once(request))
+            and not (ticket in self.ended or ticket in self.must_refuse | self.unmade or _ends_at_once(request))
         ]
 
     def _take_checkpoint(self) -> None:
@@ -247,7 +269,7 @@ class Life:
             self.must_refuse.add(ticket)
         if not there and self.faulty_device:
             self.may_refuse.add(ticket)
-        self.requests[ticket] = request
+        self._enter(request)
         self.went_on[ticket] = checkpoint
         if checkpoint.num_output:
             self.first_child[ticket] = self.first_child[origin]
@@ -265,6 +287,7 @@ class Life:
         max_tokens = rng.choice((None, None, 0, 1, 3, 8, 20))
         least = 0 if max_tokens is None else max_tokens
         ids = lambda most: [rng.randrange(vocab) for _ in range(rng.randint(1, most))]  # noqa: E731
+        forced = ids(min(4, least)) if least and rng.random() < 0.15 else None
         return SamplingParams(
             n=1 if max_tokens == 0 else rng.choice((1, 1, 1, 1, 2, 3, 6)),
             max_tokens=max_tokens,
@@ -278,7 +301,8 @@ class Life:
             repetition_penalty=rng.choice((1.0, 1.0, 1.0, 1.3)),
             logits_processors=["any:function"] if rng.random() < 0.1 else [],
             logprob_token_ids=ids(2) if rng.random() < 0.1 else None,
-            forced_token_ids=ids(min(4, least)) if least and rng.random() < 0.15 else None,
+            forced_token_ids=forced,
+            structured_outputs={"regex": "any"} if forced is None and rng.random() < 0.15 else None,
             logprobs=rng.choice((None, None, 0, 2, -1)),
             prompt_logprobs=rng.choice((None, None, None, 0, 2)),
             priority=rng.choice((0, 0, 0, -1, 1)),
@@ -309,9 +333,16 @@ class Life:
                     self.orders.ended(ticket, record, ticket in self.is_elsewhere)
                 case ev.Refused(ticket, request_id, _):
                     assert ticket not in self.ended and ticket not in self.refused
-                    assert ticket in self.must_refuse | self.may_refuse, f"refused for no reason: {event}"
+                    assert ticket in self.must_refuse | self.may_refuse | self.unmade, f"for no reason: {event}"
                     assert request_id == self.requests[ticket].request_id
                     self.refused.add(ticket)
+                    if told := [key for key in self.moments if key[0] == ticket]:
+                        for key in told:
+                            assert [moment.kind for moment in self.moments[key]][:2] == ["queued", "held"]
+                        assert len(told) == self.requests[ticket].params.n
+                        assert ticket in self.unmade and not any(key in self.parts for key in told)
+                        self.marks["refused while held"] += 1
+                        self.orders.refused_late(len(told), ticket in self.is_elsewhere)
                 case ev.Progress(ticket, first, token_ids, scores, epoch, child):
                     is_free = ticket in self.is_elsewhere or first < self._num_known(ticket, child)
                     assert is_free or not self.orders.is_halted, "a token came while paused or suspended"
@@ -346,7 +377,7 @@ class Life:
             assert stats.num_running == stats.num_waiting == stats.num_paused == 0
             assert not scheduler.requests.states and not scheduler.requests.live, "something is kept after its end"
         if not self.faulty_device:
-            assert self.must_refuse == self.refused
+            assert self.must_refuse == self.refused - (self.unmade - self.must_refuse)
         self.orders.judge()
         self.marks["evictions"] += stats.num_evictions
         self.marks["pauses"] += stats.num_pauses
@@ -385,6 +416,8 @@ class Life:
         for ticket in self.ended:
             self._judge_prompt_scores(ticket)
         for ticket, checkpoint in self.taken:
+            if ticket in self.unmade and ticket in self.refused:
+                continue
             for child, sample in enumerate(checkpoint.samples):
                 record, count = self.records[ticket, child], sample.num_output
                 assert sample.token_ids == record.token_ids[:count]
@@ -431,7 +464,9 @@ class Life:
         assert record.num_cached_tokens < len(request.prompt_token_ids)
         ids, log = self.parts.get((request.ticket, record.child), ([], self._no_scores(request.ticket)))
         if request.stream and (past is None or past.samples[record.child].ending is None):
-            assert ids == record.token_ids[: len(ids)] and len(ids) >= count - 1
+            kinds = [moment.kind for moment in self.moments[request.ticket, record.child]]
+            ended_held = kinds.count("held") > kinds.count("released")  # what it had already is told with its end
+            assert ids == record.token_ids[: len(ids)] and (len(ids) >= count - 1 or ended_held)
             assert record.scores is None or log == record.scores.cut(0, len(ids))
         else:
             assert not ids
@@ -478,7 +513,7 @@ def _judge_moments(moments: list[ev.Moment], record: ev.Record, past: Checkpoint
                 assert is_resident
                 is_resident = is_paused = False
             case kind:
-                assert kind in ("first_token", "checkpoint")
+                assert kind in ("first_token", "checkpoint", "held", "released")
 
 
 def _judge_scores(given: TokenScores | None, truth: list[tuple[float, list[int], list[float]]], asked: bool) -> None:

@@ -1,7 +1,7 @@
 """What the engine loop reports, addressed by ticket.
 
-A request gets `Refused`, or any number of `Moment` and `Progress` and one `Ended`. One with n > 1 gets these for each
-of its children, who share the ticket: `child` says whose an event is.
+A request gets any number of `Moment` and `Progress` and one `Ended`; or `Refused`, before any `Progress`. One with
+n > 1 gets these for each of its children, who share the ticket (`child` says whose an event is), and `Refused` once.
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "logprobs_mode": Policy("kept", "sent"),
         "logprob_token_ids": Policy("kept", "sent", "outputs.logprobs"),
         "forced_token_ids": Policy("kept", "sent", "outputs.token_ids"),
+        "structured_outputs": Policy("kept", "sent"),  # compiled again where it goes on
         "detokenize": Policy("kept", "sent"),
         "skip_special_tokens": Policy("kept", "sent"),
         "return_prompt": Policy("kept", "sent"),
@@ -70,6 +71,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "request": Policy("made", "no"),
         "seed": Policy("kept", "no"),
         "logprobs_mode": Policy("kept", "no"),
+        "waits_for": Policy("anew", "no"),
         "prompt_scores": Policy("kept", "no", "prompt_logprobs"),
         "num_cached": Policy("kept", "no", "num_cached_tokens"),
         "num_checkpoints": Policy("made", "no", "metrics.num_checkpoints"),  # one more

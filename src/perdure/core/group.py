@@ -46,6 +46,7 @@ class Group:
         "request",
         "residents",
         "seed",
+        "waits_for",
     )
 
     def __init__(self, request: Request, seed: int, logprobs_mode: LogprobsMode) -> None:
@@ -54,6 +55,8 @@ class Group:
         self.logprobs_mode = logprobs_mode
         self.prompt_scores: TokenScores | None = None
         self.forget_prompt_scores()
+        self.waits_for = "" if request.params.structured_outputs is None else "its grammar"
+        """What is made ready beside the loop before it may begin (`command.Prepared` says when); empty = nothing."""
         self.num_cached = 0
         self.num_checkpoints = 0
         """How many checkpoints it has gone on from."""
@@ -73,6 +76,11 @@ class Group:
     @property
     def order(self) -> tuple[int, int]:
         return self.children[0].order
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether there is nothing to draw and nothing to score."""
+        return self.children[0].stops.max_output == 0 and not self.num_prompt_scores_missing
 
     @property
     def has_output(self) -> bool:

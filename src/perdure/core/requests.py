@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.config import CoreConfig
-from perdure.api.ending import Ending, FinishReason
+from perdure.api.ending import Ending, Failure, FinishReason
 from perdure.api.event import Event
 from perdure.api.moment import MomentKind
 from perdure.api.plan import DeviceRow
@@ -115,21 +115,33 @@ class Requests:
         self.waiting.add(state)
 
     def end(self, state: RequestState, ending: Ending) -> None:
-        """The one end of a request, or of a child, from whatever status."""
+        """The one end of a request that was let in, or of a child, from whatever status."""
+        group = state.group
+        self._close(state, STATUS_OF[ending.reason])
+        state.ending = ending
+        self.events.append(ev.Ended(group.request.ticket, state.record(), group.num_left))
+        self.forget_if_done(state)
+        self._let_in(group)
+
+    def refuse(self, group: Group, failure: Failure) -> None:
+        """What it waited for cannot be made: it is refused, and has held nothing."""
+        assert group.waits_for and not group.num_residencies
+        for state in group.children:
+            self._close(state, Status.FAILED)
+            self.forget_if_done(state)
+        self.events.append(ev.Refused(group.request.ticket, group.request.request_id, failure))
+
+    def _close(self, state: RequestState, status: Status) -> None:
         group = state.group
         if state.status is Status.WAITING and group.held.pop(state.child, None) is None:
             self.waiting.remove(state)
-        state.move(STATUS_OF[ending.reason])
-        state.ending = ending
+        state.move(status)
         if state.is_resident:
             self._leave(state)
         self.num_left -= 1
         group.num_left -= 1
         if not group.num_left:
             del self.live[group.request.request_id]
-        self.events.append(ev.Ended(group.request.ticket, state.record(), group.num_left))
-        self.forget_if_done(state)
-        self._let_in(group)
 
     def _leave(self, state: RequestState) -> None:
         """Give slot and pages back. Steps in flight may still write to them: whoever gets them next writes later."""
@@ -271,6 +283,7 @@ class Requests:
         self.pool.check([state.pages for state in self.residents])
         assert [s.order for s in self.residents] == sorted(s.order for s in self.residents)
         self.waiting.check()
+        assert not any(s.group.waits_for for s in self.residents)
         assert all(s.is_resident == (s.status in (Status.RUNNING, Status.PAUSED)) for s in self.states.values())
         held = [state for group in self.live.values() for state in group.held.values()]
         found = sorted(s.arrival for s in (*self.residents, *self.waiting, *held))

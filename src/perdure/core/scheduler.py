@@ -47,6 +47,8 @@ class Scheduler:
         match command:
             case cmd.Submit(request, given):
                 self._submit(request, given)
+            case cmd.Prepared(ticket, failure):
+                self._prepared(ticket, failure)
             case cmd.Abort(request_ids, tickets, everything):
                 self._abort(request_ids, tickets, everything)
             case cmd.TakeCheckpoint():
@@ -79,13 +81,33 @@ class Scheduler:
             self.requests.events.append(ev.Refused(request.ticket, request.request_id, Failure.of(error)))
             return
         self.requests.add(group)
+        if not group.waits_for or group.ends_at_once:
+            self._begin(group)
+            return
+        for state in group.children:
+            self.requests.note(state, "held", detail=group.waits_for)
+
+    def _begin(self, group: Group) -> None:
+        """Tell what it has already, and end what has nothing to do."""
         for state in group.children:
             if state.ending is not None:  # before the checkpoint was taken
                 self.requests.end(state, state.ending)
-            elif state.stops.max_output == 0 and not group.num_prompt_scores_missing:
+            elif group.ends_at_once:
                 self.requests.end(state, Ending("length"))
-            elif request.stream:
+            elif group.request.stream:
                 self._committing.report_past(state)
+
+    def _prepared(self, ticket: int, failure: Failure | None) -> None:
+        """What this submitter's requests wait for is ready, or cannot be made; those that have ended do not care."""
+        held = [group for group in self.requests.live.values() if group.request.ticket == ticket and group.waits_for]
+        for group in held:
+            if failure is not None:
+                self.requests.refuse(group, failure)
+                continue
+            group.waits_for = ""
+            for state in group.children:
+                self.requests.note(state, "released")
+            self._begin(group)
 
     def _check_may_submit(self, request: Request) -> None:
         if refusal := self._control.refusal:
@@ -110,7 +132,7 @@ class Scheduler:
         """All of its children end with what they have."""
         for state in group.children:
             if not state.is_final:
-                self.requests.end(state, Ending("abort"))
+                self.requests.end(state, state.ending or Ending("abort"))
 
     def _take_checkpoint(self, asked: cmd.TakeCheckpoint) -> None:
         if asked.request_id is not None:

@@ -111,7 +111,7 @@ class RequestState:
     @property
     def needs_host(self) -> bool:
         """Whether the host has a say between its tokens: it then has one step in flight at most."""
-        return bool(self.request.params.logits_processors)
+        return bool(self.request.params.logits_processors) or self.request.params.structured_outputs is not None
 
     @property
     def prompt_length(self) -> int:

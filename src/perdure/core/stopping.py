@@ -73,7 +73,7 @@ class StopStrings:
 class StopRule:
     """One request's stops, with everything that does not change resolved.
 
-    end_ids of the model count unless ignored; max_output is the budget after clipping.
+    end_ids of the model count unless ignored, and always after a grammar; max_output is the budget after clipping.
     """
 
     def __init__(self, request: Request, end_ids: Sequence[int], max_output: int, make_cursor: CursorFactory) -> None:
@@ -83,7 +83,7 @@ class StopRule:
         self.min_tokens = min(params.min_tokens, max_output + 1)  # more would mean the same: it ends by length
         self.num_forced = len(params.forced_token_ids or ())
         self.reasons: dict[int, int | None] = {token: token for token in params.stop_token_ids}
-        if not params.ignore_eos:
+        if not params.ignore_eos or params.structured_outputs is not None:  # a grammar ends where nothing else follows
             self.reasons.update(dict.fromkeys(end_ids))
         self.sequences = params.stop_token_sequences
         self.strings = StopStrings(params.stop, make_cursor(request)) if params.stop else None

@@ -153,6 +153,9 @@ class GGUFTokenizer:
     def id_to_piece(self, token_id: int) -> str:
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else ""
 
+    def to_json(self) -> str:
+        return self._inner.to_str()
+
 
 def _byte_level(file: GGUFFile, pieces: list[str]) -> tuple[BPETokenizer, bool]:
     """The tokenizer, and whether it adds BOS when the file does not say."""

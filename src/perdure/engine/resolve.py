@@ -20,6 +20,7 @@ from perdure.engine.tokenizer import Tokenizer, load_tokenizer
 from perdure.models.default import default_model_path
 from perdure.models.hub import find_on_hub, is_hub_id
 from perdure.models.weights import LoadedModel, load_model
+from perdure.runner.grammars import Grammars
 from perdure.runner.kv_store import kv_bytes_per_page
 from perdure.runner.runner import Runner
 
@@ -118,6 +119,7 @@ def resolve(config: EngineConfig) -> Resolved:
             attention_backend=config.attention_backend,
             row_tile=loaded.kernels.row_tile,
             weights=loaded.weights,
+            grammars=Grammars(None if tokenizer is None else tokenizer.to_json, core.vocab_size, core.end_token_ids),
         )
     except (OSError, MemoryError, OverflowError) as error:
         wanted = core.num_pages * page_bytes

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from perdure.api.errors import ModelLoadError, ModelNotFound
+from perdure.api.errors import InvalidValue, ModelLoadError, ModelNotFound
 from perdure.engine.chat_template import Messages, Tools, one_line, refuse_missing_template, refusing_bad_messages
 from perdure.engine.gguf_tokenizer import GGUFTokenizer
 from perdure.engine.spelling import Spelling
@@ -51,6 +51,10 @@ class Tokenizer(Protocol):
 
     def id_to_piece(self, token_id: int) -> str:
         """The vocabulary's own spelling of an id (bytes shown as letters); empty for an id it lacks."""
+        ...
+
+    def to_json(self) -> str:
+        """All of it as a tokenizer.json. Raises `InvalidValue` where it has no such form."""
         ...
 
 
@@ -114,3 +118,9 @@ class DirectoryTokenizer:
 
     def id_to_piece(self, token_id: int) -> str:
         return self._inner.convert_ids_to_tokens(token_id) or ""
+
+    def to_json(self) -> str:
+        inner = getattr(self._inner, "backend_tokenizer", None)
+        if inner is None:
+            raise InvalidValue(f"the tokenizer {type(self._inner).__name__} has no form for the `tokenizers` library")
+        return str(inner.to_str())

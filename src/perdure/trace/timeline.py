@@ -140,9 +140,10 @@ class Track:
                 self._is_resident = self._is_paused = False
                 self.num_evictions += moment.kind == "evicted"
                 self.num_puts_back += 1
-            case "ended":
+            case "ended" | "refused":
                 self._close(time)
-                self.ended, self.end_reason, self.num_output = time, str(moment.detail), moment.num_tokens
+                reason = str(moment.detail) if moment.kind == "ended" else moment.kind
+                self.ended, self.end_reason, self.num_output = time, reason, moment.num_tokens
             case kind:
                 self.marks.append(Mark(kind, time, moment.num_tokens))
 
@@ -203,6 +204,8 @@ class Timeline:
     def _tell(self, moment: Moment, time: float) -> None:
         if moment.kind == "refused":
             self.num_refused += 1
+            for key in [key for key in self._live if key[0] == moment.ticket]:
+                self._live.pop(key).take(moment, time)
             return
         key = moment.ticket, moment.child
         if moment.kind == "queued":
