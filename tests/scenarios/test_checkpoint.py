@@ -232,8 +232,8 @@ def test_damaged_and_foreign_files_are_refused() -> None:
     version = len(b"perdure checkpoint")
     wrong = {
         "not a checkpoint of perdure": [b"", b"{}", b"x" + data],
-        "format version 0, and only version 2": [data[:version] + b"\0\0" + data[version + 2 :]],
-        "format version 1, and only version 2": [data[:version] + b"\1\0" + data[version + 2 :]],
+        "format version 0, and only version 3": [data[:version] + b"\0\0" + data[version + 2 :]],
+        "format version 2, and only version 3": [data[:version] + b"\2\0" + data[version + 2 :]],
         "damaged or cut short": [data[:-1], data[: version + 2], data + b"x", data[:-1] + bytes([data[-1] ^ 1])],
         "is bytes, not str": ["perdure checkpoint"],
     }
