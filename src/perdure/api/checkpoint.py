@@ -21,7 +21,7 @@ from perdure.api.ending import Ending
 from perdure.api.errors import InvalidValue
 from perdure.api.fingerprint import Fingerprint
 from perdure.api.moment import RequestEvent
-from perdure.api.request import Request, RequestId
+from perdure.api.request import Request, RequestId, check_salt
 from perdure.api.sampling import MAX_INTEGER, MAX_SEED, LogprobsMode, SamplingParams
 from perdure.api.scores import PackedScores
 
@@ -104,8 +104,10 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int
     num_checkpoints: int
     timing: Timing = Timing()
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
+        check_salt(self.cache_salt)
         if isinstance(self.request_id, int) and abs(self.request_id) > MAX_INTEGER:
             raise InvalidValue(f"request_id={self.request_id} does not fit 64 bits")
         if len(self.prompt_tokens) % 4 or not self.prompt_tokens:
@@ -158,7 +160,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_request(self, request_id: RequestId, ticket: int, stream: bool) -> Request:
         """The request it was taken of, submitted anew."""
-        return Request(request_id, ticket, self.prompt_token_ids, self.params, self.prompt, stream)
+        return Request(request_id, ticket, self.prompt_token_ids, self.params, self.prompt, stream, self.cache_salt)
 
     def to_bytes(self) -> bytes:
         """The file form; `from_bytes` gives an equal value back."""

@@ -30,6 +30,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "params": Policy("kept", "sent"),
         "prompt": Policy("kept", "sent", "prompt"),  # only if return_prompt
         "stream": Policy("no", "sent"),
+        "cache_salt": Policy("kept", "sent"),
     },
     "SamplingParams": {
         "n": Policy("kept", "sent", "outputs.index"),
@@ -73,6 +74,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "logprobs_mode": Policy("kept", "no"),
         "waits_for": Policy("anew", "no"),
         "prompt_scores": Policy("kept", "no", "prompt_logprobs"),
+        "has_old_scores": Policy("made", "no"),  # whether tokens were drawn after them
         "num_cached": Policy("kept", "no", "num_cached_tokens"),
         "num_checkpoints": Policy("made", "no", "metrics.num_checkpoints"),  # one more
         "num_residencies": Policy("anew", "no"),
@@ -100,6 +102,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "replay": Policy("anew", "no"),
         "exact": Policy("kept", "no", "exact"),  # and False if the fingerprints are unequal
         "tried_at": Policy("anew", "no"),
+        "awaits": Policy("anew", "no"),
         "slot": Policy("anew", "no"),
         "pages": Policy("anew", "no"),
         "nodes": Policy("anew", "no"),
@@ -123,6 +126,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "num_cached_tokens": Policy("kept", "sent", "num_cached_tokens"),
         "num_checkpoints": Policy("made", "sent", "metrics.num_checkpoints"),
         "timing": Policy("kept", "sent", "metrics.arrival_time, metrics.events"),
+        "cache_salt": Policy("kept", "sent"),
     },
     "Sample": {
         "tokens": Policy("kept", "sent", "outputs.token_ids"),

@@ -100,7 +100,8 @@ class Stats(msgspec.Struct, frozen=True):
     """A snapshot of the scheduler. Counts of requests are of now, the others since start or `reset`.
 
     state: running, paused, suspended or stopped. paused_ids: requests that wait for a page, in order; an engine that is
-    paused need have none. A request with n > 1 counts n times, but for its prompt's tokens.
+    paused need have none. A request with n > 1 counts n times, but for its prompt's tokens. num_pinned_pages: held by
+    `pin_prefix`, whoever else holds them.
     """
 
     state: str
@@ -108,6 +109,7 @@ class Stats(msgspec.Struct, frozen=True):
     paused_ids: list[RequestId]
     num_pages: int
     num_free_pages: int
+    num_pinned_pages: int
     num_running: int
     num_waiting: int
     num_paused: int

@@ -45,6 +45,7 @@ def take(group: Group, fingerprint: Fingerprint) -> Checkpoint:
         fingerprint=fingerprint,
         num_cached_tokens=group.num_cached,
         num_checkpoints=group.num_checkpoints + 1,
+        cache_salt=request.cache_salt,
     )
 
 
@@ -91,6 +92,7 @@ def readmit(
     if checkpoint.prompt_scores is not None and (is_same or checkpoint.num_output):  # else made anew, all of one kind
         scored = request.prompt_token_ids[1 : 1 + checkpoint.prompt_scores.num_scored]
         group.prompt_scores = TokenScores.unpack(checkpoint.prompt_scores, scored, leading_none=True)
+        group.has_old_scores = checkpoint.num_output > 0
     group.num_cached = checkpoint.num_cached_tokens
     group.num_checkpoints = checkpoint.num_checkpoints
     for sample, rule in zip(checkpoint.samples, stops, strict=True):

@@ -59,7 +59,7 @@ class Committing:
                 state.num_copied = 0
                 if plan.num_tokens[row]:
                     requests.note(state, "chunk", plan.length[row])
-                requests.publish(state)
+                requests.cache.publish(state)
                 requests.prompt_may_be_there(state)
             self._after_tokens(state, len(new_tokens))
 

@@ -27,15 +27,13 @@ class Fork(NamedTuple):
     pages: list[int]
     num_copied: int
 
-    def num_positions(self, page_size: int) -> int:
-        return len(self.pages) * page_size + self.num_copied
-
 
 class Group:
     """children: by index; they stay when they have ended, for checkpoints. num_left: those that have not."""
 
     __slots__ = (
         "children",
+        "has_old_scores",
         "held",
         "logprobs_mode",
         "num_cached",
@@ -55,6 +53,8 @@ class Group:
         self.logprobs_mode = logprobs_mode
         self.prompt_scores: TokenScores | None = None
         self.forget_prompt_scores()
+        self.has_old_scores = False
+        """The prompt's scores may be of other weights than those of now."""
         self.waits_for = "" if request.params.structured_outputs is None else "its grammar"
         """What is made ready beside the loop before it may begin (`command.Prepared` says when); empty = nothing."""
         self.num_cached = 0
@@ -93,8 +93,14 @@ class Group:
             return 0
         return len(self.request.prompt_token_ids) - 1 - self.prompt_scores.num_scored
 
+    def take_weights(self) -> None:
+        """Other weights compute from now on. Prompt scores that no token was drawn after are asked anew."""
+        if self.residents or self.has_output:
+            self.has_old_scores = True
+        else:
+            self.forget_prompt_scores()
+
     def forget_prompt_scores(self) -> None:
-        """They are asked anew: other weights compute the prompt again, and no token was drawn after the old ones."""
         if self.request.params.prompt_logprobs is not None:
             self.prompt_scores = TokenScores(leading_none=True)
 
@@ -118,13 +124,17 @@ class Group:
             del self.held[child.child]
         return freed
 
-    def fork_for(self, child: RequestState, page_size: int) -> Fork | None:
-        """What of the prompt this waiting child can take from a sibling; one position is left to compute."""
+    def fork_for(self, child: RequestState, num_found: int, page_size: int) -> Fork | None:
+        """What of the prompt this waiting child can take from a sibling, if that is more than the cached pages found;
+        one position is left to compute."""
         limit = min(child.prompt_length, len(child.tokens) - 1, child.last_position - 1)
         source = next((one for one in self.residents if _has_prompt(one)), None)
         if source is None:
             return None
-        num_full, num_copied = divmod(min(limit, source.num_computed), page_size)
+        num_positions = min(limit, source.num_computed)
+        if num_positions <= num_found * page_size:
+            return None
+        num_full, num_copied = divmod(num_positions, page_size)
         return Fork(source, source.pages[:num_full], num_copied)
 
     def check(self) -> None:

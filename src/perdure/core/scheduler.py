@@ -54,7 +54,12 @@ class Scheduler:
             case cmd.TakeCheckpoint():
                 self._take_checkpoint(command)
             case cmd.ResetPrefixCache(ticket):
-                self.requests.clear_cache()
+                self.requests.cache.clear(self.requests.residents)
+                self.requests.events.append(ev.Done(ticket))
+            case cmd.PinPrefix(ticket, tokens, salt):
+                self.requests.events.append(self._pin(ticket, tokens, salt))
+            case cmd.UnpinPrefix(ticket, pin):
+                self.requests.cache.pins.release(pin)
                 self.requests.events.append(ev.Done(ticket))
             case cmd.GetStats(ticket):
                 self.requests.events.append(ev.Done(ticket, self.stats()))
@@ -157,6 +162,12 @@ class Scheduler:
         if asked.end:
             self._abort_group(group)
 
+    def _pin(self, ticket: int, tokens: list[int], salt: str | None) -> ev.Done:
+        try:
+            return ev.Done(ticket, self.requests.cache.pins.add(ticket, tokens, salt))
+        except InvalidValue as error:
+            return ev.Done(ticket, failure=Failure.of(error))
+
     # Steps
 
     @property
@@ -217,6 +228,7 @@ class Scheduler:
             paused_ids=list(dict.fromkeys(state.request.request_id for state in paused)),
             num_pages=self.requests.pool.num_pages,
             num_free_pages=self.requests.pool.num_free,
+            num_pinned_pages=self.requests.cache.pins.num_pages,
             num_running=len(self.requests.residents) - len(paused),
             num_waiting=self.requests.num_waiting,
             num_paused=len(paused),

@@ -15,6 +15,7 @@ from perdure.api.event import Record
 from perdure.api.scores import TokenScores
 from perdure.core.group import Group
 from perdure.core.lifecycle import FINAL, REQUEST_MOVES, Status, moved
+from perdure.core.prefix import Node
 from perdure.core.stopping import StopRule
 
 NO_SLOT = -1
@@ -29,6 +30,7 @@ class RequestState:
 
     __slots__ = (
         "arrival",
+        "awaits",
         "child",
         "ending",
         "epochs",
@@ -88,8 +90,11 @@ class RequestState:
         """Nothing of it is on the device any more."""
         self.slot = NO_SLOT
         self.pages: list[int] = []
-        self.nodes: list[int] | None = None
-        """Nodes of the prefix index for its first full pages; None = publishes nothing in this residency."""
+        self.nodes: list[Node] | None = None
+        """Nodes of the prefix index for its first full pages: found while it waits; found and published while it is
+        resident, where None = it publishes nothing."""
+        self.awaits = False
+        """Whether it was passed over because another computes pages of its prompt."""
         self.num_planned = 0
         self.num_computed = 0
         self.num_copied = 0
@@ -135,6 +140,10 @@ class RequestState:
     def prompt_scores(self) -> TokenScores | None:
         """Those of its group."""
         return self.group.prompt_scores
+
+    @property
+    def num_prompt_scores_missing(self) -> int:
+        return self.group.num_prompt_scores_missing
 
     @property
     def has_begun(self) -> bool:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from perdure.api import command as cmd
 from perdure.api.checkpoint import Checkpoint
 from perdure.api.errors import InvalidValue
-from perdure.api.request import Request, RequestId
+from perdure.api.request import Request, RequestId, check_salt
 from perdure.api.sampling import MAX_INTEGER, SamplingParams, is_unicode
 from perdure.engine.tokenizer import Tokenizer
 from perdure.runner.functions import imported
@@ -22,6 +22,7 @@ from perdure.runner.functions import imported
 Prompt = str | Sequence[int] | Mapping[str, Any] | Checkpoint
 
 _FIELDS = ("prompt", "prompt_token_ids")
+_SALT = "cache_salt"
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
@@ -44,10 +45,12 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int]
     if isinstance(prompt, Checkpoint):
         raise InvalidValue("a checkpoint goes on as it began: it is no prompt to be scored")
     if isinstance(prompt, Mapping):
-        unknown = [name for name in prompt if name not in _FIELDS]
+        unknown = [name for name in prompt if name not in (*_FIELDS, _SALT)]
         given = [name for name in _FIELDS if prompt.get(name) is not None]
         if unknown or len(given) != 1:
-            raise InvalidValue(f"a prompt dict holds one of {', '.join(_FIELDS)} and nothing else; got {list(prompt)}")
+            raise InvalidValue(
+                f"a prompt dict holds one of {', '.join(_FIELDS)}, and at most {_SALT} beside it; got {list(prompt)}"
+            )
         prompt = _plain(prompt[given[0]])
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -58,6 +61,13 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int]
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise InvalidValue(f"prompt={prompt!r} is neither text nor a list of token ids")
     return [_id(at, token) for at, token in enumerate(prompt)], None
+
+
+def salt_of(prompt: Prompt) -> str | None:
+    """What a prompt's cached pages are found by, beside its tokens. Raises `InvalidValue`."""
+    salt = prompt.get(_SALT) if isinstance(prompt, Mapping) else None
+    check_salt(salt)
+    return cast("str | None", salt)
 
 
 def _id(at: int, token: Any) -> int:
@@ -117,7 +127,7 @@ def submission(
     if isinstance(prompt, Checkpoint):
         return cmd.Submit(prompt.as_request(request_id, ticket, stream), prompt)
     token_ids, text = token_ids_of(prompt, tokenizer)
-    return cmd.Submit(Request(request_id, ticket, token_ids, params, text, stream))
+    return cmd.Submit(Request(request_id, ticket, token_ids, params, text, stream, salt_of(prompt)))
 
 
 def name_of(prompt: Prompt, given: RequestId | None) -> RequestId | None:
