@@ -208,6 +208,24 @@ def test_a_hit_ends_where_the_scores_asked_are_not_kept() -> None:
     assert wide.ended("b").num_cached_tokens == 0, "40 of the best are more than are kept"
 
 
+def test_scores_of_other_weights_are_not_taken_from_pages_that_are_kept() -> None:
+    """The pages would do; their scores are of the weights before, and the result would not say so."""
+    bench = Bench()
+    bench.submit("a", [*SHARED, 30], max_tokens=1, prompt_logprobs=1)
+    bench.run()
+    bench.scheduler.requests.take_weights(1, "1", "keep", "recompute")
+    bench.device.weights = 1
+    for name, asked, cached in (("b", 1, 0), ("c", None, 24)):
+        bench.submit(name, [*SHARED, 30], max_tokens=1, prompt_logprobs=asked)
+        bench.run()
+        assert bench.ended(name).num_cached_tokens == cached and bench.ended(name).exact == (name == "b")
+    alone = Bench(enable_prefix_caching=False)
+    alone.device.weights = 1
+    alone.submit("b", [*SHARED, 30], max_tokens=1, prompt_logprobs=1)
+    alone.run()
+    assert bench.ended("b").prompt_scores == alone.ended("b").prompt_scores
+
+
 # Counting
 
 

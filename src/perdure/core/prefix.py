@@ -61,7 +61,9 @@ class PrefixIndex:
         self.weights = 0
         """The epoch that the weights which now compute were loaded as."""
         self._begun_with = 0
-        """The weights in the roots of now: older than `weights` where those use what earlier ones published."""
+        """The weights in the roots of now: others than `weights` where those use what earlier ones published."""
+        self._keeps = False
+        """Whether they do: what hangs under the roots of now may then be of several weights."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -89,7 +91,8 @@ class PrefixIndex:
     ) -> None:
         """Bring a path up to date: the longest published one with these tokens before `end`. Costs what has changed.
 
-        num_top: nodes that lack scores with so many of the best end it, but for the first num_scored scores.
+        num_top: nodes that lack scores with so many of the best, by the weights of now, end it. The first num_scored
+        scores are not needed.
         """
         while path and path[-1].is_gone:
             path.pop()
@@ -98,8 +101,9 @@ class PrefixIndex:
             node = self._nodes.get((parent, tuple(tokens[first : first + size])))
             if node is None:
                 break
-            if node.num_top < num_top and first + size - 1 > num_scored:
-                break
+            if num_top != NO_SCORES and first + size - 1 > num_scored:
+                if node.num_top < num_top or node.weights != self.weights:
+                    break
             path.append(node)
             parent = node
 
@@ -124,11 +128,11 @@ class PrefixIndex:
         their own. Returns pages that are named no more: where they were kept, what hangs under a root is of several
         weights, and that ends here."""
         dropped: list[int] = []
-        if not keep and self.weights != self._begun_with:
+        if not keep and self._keeps:
             for page, node in list(self._node_of.items()):
                 if not node.is_gone and node.weights != self._root_of(node)[0]:
                     dropped += [page, *self.forget(page)]
-        self.weights = epoch
+        self.weights, self._keeps = epoch, keep
         if not keep:
             self._begun_with = epoch
         return dropped
@@ -180,7 +184,7 @@ class PrefixIndex:
             assert node.page == page and self._nodes[node.key] is node, f"page {page} is named by a wrong node"
             assert len(node.key[1]) == self.page_size
             begun_with = self._root_of(node)[0]
-            is_kept = begun_with == self._begun_with and self.weights != begun_with
+            is_kept = begun_with == self._begun_with and self._keeps
             assert node.weights == begun_with or is_kept, f"page {page} was computed by weights {node.weights}"
             if isinstance(parent := node.parent, Node):
                 is_found = not parent.is_gone and self._nodes.get(parent.key) is parent and node in parent.children

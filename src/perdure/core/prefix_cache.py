@@ -214,7 +214,7 @@ class PrefixCache:
     def _keep_scores(self, node: Node, state: RequestState, index: int) -> None:
         num_top, size = self._top_kept(state), self._page_size
         first, end = max(index * size - 1, 0), (index + 1) * size - 1
-        if num_top > node.num_top and first < end:
+        if num_top > node.num_top and node.weights == self.index.weights and first < end:
             assert state.prompt_scores is not None
             node.scores, node.num_top = state.prompt_scores.cut(first, end), num_top
 
