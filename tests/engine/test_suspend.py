@@ -170,6 +170,8 @@ def test_T10_illegal_orders_are_refused_before_anything_changes(
         (lambda llm: llm.suspend("disk"), "kv='disk' is none of persist, offload, recompute"),
         (lambda llm: llm.resume(tags=["cache"]), "tags='cache' is none of weights, kv"),
         (lambda llm: llm.resume(tags="kv"), "tags='kv' is no list"),
+        (lambda llm: llm.resume(3), "tags=3 is no list"),
+        (lambda llm: llm.resume(tags=[["kv"]]), r"tags=\['kv'\] is none of weights, kv"),
     ],
 )
 def test_what_no_order_can_be_is_refused_by_name(wrong: Any, named: str, make_llm: MakeLLM) -> None:

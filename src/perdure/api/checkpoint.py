@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal, get_type_hints
 
 import msgspec
 
@@ -21,12 +21,12 @@ from perdure.api.ending import Ending
 from perdure.api.errors import InvalidValue
 from perdure.api.fingerprint import Fingerprint
 from perdure.api.moment import RequestEvent
-from perdure.api.request import Request, RequestId, check_salt
-from perdure.api.sampling import MAX_INTEGER, MAX_SEED, LogprobsMode, SamplingParams
+from perdure.api.request import Request, RequestId, check_salt, checked_id
+from perdure.api.sampling import MAX_INTEGER, MAX_SEED, LogprobsMode, SamplingParams, is_unicode
 from perdure.api.scores import PackedScores
 
 MAGIC = b"perdure checkpoint"
-VERSION = 3
+VERSION = 4
 """Of the file's format. It grows with every change of a field; other versions are refused, never guessed at."""
 
 _VERSION_BYTES, _DIGEST_BYTES = 2, 16
@@ -53,6 +53,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     num_evictions: int = 0
     epochs: tuple[tuple[int, int], ...] = ()
     ending: Ending | None = None
+
+    def __post_init__(self) -> None:
+        _check_kinds(self)
+        _check_count("num_pauses", self.num_pauses)
+        _check_count("num_evictions", self.num_evictions)
 
     @property
     def num_output(self) -> int:
@@ -107,15 +112,23 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
+        checked_id(self.request_id)
+        if self.prompt is not None and not is_unicode(self.prompt):
+            raise InvalidValue(f"prompt={self.prompt!r} is not valid Unicode")
         check_salt(self.cache_salt)
-        if isinstance(self.request_id, int) and abs(self.request_id) > MAX_INTEGER:
-            raise InvalidValue(f"request_id={self.request_id} does not fit 64 bits")
         if len(self.prompt_tokens) % 4 or not self.prompt_tokens:
-            raise InvalidValue(f"a prompt of {len(self.prompt_tokens)} bytes is not one of tokens")
+            raise InvalidValue(f"prompt_tokens of {len(self.prompt_tokens)} bytes are no prompt")
         if not 0 <= self.max_output <= MAX_INTEGER:
             raise InvalidValue(f"max_output={self.max_output} is out of range: 0 to {MAX_INTEGER}")
         if not 0 <= self.seed <= MAX_SEED:
             raise InvalidValue(f"seed={self.seed} is out of range: 0 to {MAX_SEED}")
+        if not 0 <= self.num_cached_tokens < self.prompt_length:
+            raise InvalidValue(
+                f"num_cached_tokens={self.num_cached_tokens} does not fit a prompt of {self.prompt_length} tokens, the "
+                "last of which is always computed"
+            )
+        _check_count("num_checkpoints", self.num_checkpoints)
         if len(self.samples) != self.params.n:
             raise InvalidValue(f"the checkpoint holds {len(self.samples)} samples of a request with n={self.params.n}")
         for sample in self.samples:
@@ -174,8 +187,10 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidValue(f"a checkpoint is bytes, not {type(data).__name__}")
         data = bytes(data)
         head, data = data[: len(MAGIC)], data[len(MAGIC) :]
-        if head != MAGIC:
+        if not MAGIC.startswith(head) or not head:
             raise InvalidValue(f"not a checkpoint of perdure: it begins with {head!r}")
+        if len(data) < _VERSION_BYTES:
+            raise InvalidValue(f"the checkpoint is cut short: {len(head) + len(data)} bytes end before its version")
         version = int.from_bytes(data[:_VERSION_BYTES], "little")
         if version != VERSION:
             raise InvalidValue(f"the checkpoint has format version {version}, and only version {VERSION} can be read")
@@ -186,6 +201,29 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.msgpack.decode(body, type=Checkpoint)
         except msgspec.MsgspecError as error:
             raise InvalidValue(f"the checkpoint holds what no checkpoint can: {error}") from None
+
+
+_KINDS: dict[type, dict[str, Any]] = {
+    cls: {name: kind for name, kind in get_type_hints(cls).items() if name in cls.__struct_fields__}
+    for cls in (Sample, Checkpoint)
+}
+"""Fields by type. Only a checkpoint that was decoded is of these types by itself."""
+
+
+def _check_kinds(whole: Sample | Checkpoint) -> None:
+    for name, kind in _KINDS[type(whole)].items():
+        value = getattr(whole, name)
+        try:
+            found = msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            raise InvalidValue(f"{name}={value!r} is not what a checkpoint holds there: {error}") from None
+        if type(found) is not type(value) or found != value:
+            raise InvalidValue(f"{name}={value!r} is not what a checkpoint holds there: {type(found).__name__} is")
+
+
+def _check_count(name: str, value: int) -> None:
+    if not 0 <= value <= MAX_INTEGER:
+        raise InvalidValue(f"{name}={value} is out of range: 0 to {MAX_INTEGER}")
 
 
 def _digest(body: bytes) -> bytes:

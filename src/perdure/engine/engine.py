@@ -25,14 +25,14 @@ from perdure.api import event as ev
 from perdure.api.config import EngineConfig
 from perdure.api.errors import EngineDead, InvalidValue, PerdureError
 from perdure.api.event import Event, Failure
-from perdure.api.request import Request, RequestId
+from perdure.api.request import Request, RequestId, checked_id
 from perdure.core.journal import Journal
 from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import TextCursor
 from perdure.engine.handle import Arrivals
 from perdure.engine.loop import Inbox, Loop
 from perdure.engine.progress import Reporter
-from perdure.engine.prompts import Prompt, checked_id, ids_to_abort, name_of, salt_of, token_ids_of
+from perdure.engine.prompts import Prompt, ids_to_abort, name_of, salt_of, token_ids_of
 from perdure.engine.resolve import Resolved, resolve
 from perdure.engine.spelling import text_cursor
 from perdure.models.weight_set import Source
@@ -211,7 +211,7 @@ class Engine:
         return self._ask(cmd.Suspend(self.ticket(), kv, weights))
 
     def resume(self, tags: Sequence[cmd.Tag] | None) -> Future[object]:
-        if isinstance(tags, str):
+        if tags is not None and (isinstance(tags, str) or not isinstance(tags, Sequence)):
             raise InvalidValue(f"tags={tags!r} is no list of names; the names are: {', '.join(get_args(cmd.Tag))}")
         for tag in tags or ():
             _check_choice("tags", tag, cmd.Tag)

@@ -136,6 +136,8 @@ class LLM:
     def _ids_for(self, prompts: list[Prompt], given: RequestId | Sequence[RequestId | None] | None) -> list[RequestId]:
         if given is None:
             given = [None] * len(prompts)
+        if not isinstance(given, (str, int, Sequence)):
+            raise InvalidValue(f"request_ids={given!r} is neither an id nor a list of ids")
         ids = [given] if isinstance(given, (str, int)) else list(given)
         if len(ids) != len(prompts):
             raise InvalidValue(f"request_ids has {len(ids)} entries for {len(prompts)} prompts")
