@@ -226,8 +226,8 @@ class Desk(ABC):
         """To whoever's ticket it is."""
         if isinstance(event, ev.Taken):
             event = self._timed(event, time)
-        last = isinstance(event, ev.Refused | ev.Ended | ev.Taken | ev.Done)
-        receiver = self._receivers.pop(event.ticket) if last else self._receivers[event.ticket]
+        waiting = self._receivers
+        receiver = waiting.pop(event.ticket) if is_last(event) else waiting[event.ticket]
         with _logging_faults():
             receiver.deliver(event, time)
 
@@ -247,6 +247,13 @@ class Desk(ABC):
         for receiver in left:
             with _logging_faults():
                 receiver.fail(EngineDead(reason))
+
+
+def is_last(event: Event) -> bool:
+    """Whether nothing more comes under its ticket."""
+    if isinstance(event, ev.Ended):
+        return event.num_left == 0
+    return isinstance(event, ev.Refused | ev.Taken | ev.Done)
 
 
 def _check_choice(name: str, value: object, allowed: object) -> None:

@@ -24,7 +24,7 @@ from perdure.api.request import Request
 from perdure.core.journal import Journal
 from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import TextCursor
-from perdure.engine.desk import Desk, Receiver, Reply
+from perdure.engine.desk import Desk, Receiver, Reply, is_last
 from perdure.engine.loop import Inbox, Loop
 from perdure.engine.progress import Reporter
 from perdure.engine.resolve import Resolved, resolve
@@ -205,7 +205,7 @@ class Engine(Desk):
 
     def _publish(self, events: list[Event], time: float) -> None:
         for event in events:
-            if not isinstance(event, ev.Progress | ev.Moment | ev.Admitted | ev.PromptScored):
+            if is_last(event):
                 self.resolved.runner.functions.release(event.ticket)
                 self.resolved.runner.grammars.release(event.ticket)
                 self.resolved.runner.staged.pop(event.ticket, None)  # of an order that was refused
