@@ -59,7 +59,7 @@ class Bench:
         self.take(replica, m.Admitted(serial, seed=9, max_output=50, logprobs_mode="raw"))
 
     def part(self, replica: int, serial: int, first: int, token_ids: list[int], epoch: int = 0) -> None:
-        self.take(replica, m.Parts([serial], [first], [epoch], [token_ids]), [b""])
+        self.take(replica, m.Parts([serial], [0], [first], [epoch], [token_ids]), [b""])
 
     def end(self, replica: int, serial: int) -> None:
         self.take(replica, m.Ended(serial), [b"ending"])
@@ -69,6 +69,7 @@ class Bench:
         found = []
         for to, message, frames in self.router.outgoing:
             if to == client and isinstance(message, m.Ended):
-                ending = msgspec.msgpack.decode(frames[0], type=m.Ending)
-                found.append((message.number, ending.finish_reason, ending.failure))
+                ending = msgspec.msgpack.decode(frames[0], type=m.Rest).ending
+                assert message.child is None, "all of its samples"
+                found.append((message.number, ending.reason, ending.failure))
         return found

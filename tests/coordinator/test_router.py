@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from perdure.api import command as cmd
-from perdure.api.event import Failure
+from perdure.api.ending import Ending, Failure
 from perdure.api.fingerprint import Fingerprint
 from perdure.coordinator import messages as m
 from perdure.coordinator.affinity import page_keys
@@ -26,7 +26,7 @@ def test_t64_number_zero_of_two_clients_is_two_requests() -> None:
     assert bench.sent(1, m.Abort) == [m.Abort([a])] and not bench.sent(2, m.Abort), "to its owner alone"
     bench.admit(2, b)
     bench.part(2, b, 0, [5, 6])
-    assert bench.sent(B, m.Parts) == [m.Parts([0], [0], [0], [[5, 6]])] and not bench.sent(A, m.Parts)
+    assert bench.sent(B, m.Parts) == [m.Parts([0], [0], [0], [0], [[5, 6]])] and not bench.sent(A, m.Parts)
     bench.end(1, a)
     bench.end(2, b)
     assert bench.sent(A, m.Ended) == bench.sent(B, m.Ended) == [m.Ended(0)]
@@ -68,15 +68,31 @@ def test_a_request_goes_on_elsewhere_from_what_is_known() -> None:
     bench.part(1, serial, 2, [9], epoch=4)
     bench.lose(1)
     (again,) = bench.sent(2, m.Submit)
-    assert again.known == m.Known(9, 50, "raw", [7, 8, 9], [(0, 3), (2, 4)], Fingerprint(), True, 1)
+    sample = m.KnownSample([7, 8, 9], [(0, 3), (2, 4)])
+    assert again.known == m.Known(9, 50, "raw", [sample], Fingerprint(), 1)
     bench.part(1, serial, 3, [99])
     bench.end(1, serial)
     assert len(bench.sent(A, m.Parts)) == 2 and not bench.sent(A, m.Ended), "what the lost one still says is nobody's"
     bench.admit(2, again.number)
     bench.part(2, again.number, 3, [10])
     bench.end(2, again.number)
-    assert bench.sent(A, m.Parts) == [m.Parts([0], [3], [0], [[10]])] and len(bench.sent(A, m.Ended)) == 1
+    assert bench.sent(A, m.Parts) == [m.Parts([0], [0], [3], [0], [[10]])] and len(bench.sent(A, m.Ended)) == 1
     bench.router.check_idle()
+
+
+def test_a_sample_that_ended_does_not_begin_again_elsewhere() -> None:
+    bench = Bench()
+    bench.submit(A, 0)
+    (serial,) = submitted(bench, 1)
+    bench.admit(1, serial)
+    bench.take(1, m.Parts([serial, serial], [0, 2], [0, 0], [0, 0], [[5], [6]]), [b"", b""])
+    bench.take(1, m.Ended(serial, 2, num_left=2, ending=Ending("length")), [b"rest"])
+    assert len(bench.sent(A, m.Ended)) == 1 and len(bench.router.entries) == 1
+    bench.lose(1)
+    (again,) = bench.sent(2, m.Submit)
+    assert again.known is not None
+    assert [sample.ending for sample in again.known.samples] == [None, None, Ending("length")]
+    assert [sample.token_ids for sample in again.known.samples] == [[5], [], [6]]
 
 
 def test_what_was_not_begun_begins_anew_elsewhere() -> None:
@@ -178,8 +194,8 @@ def test_a_client_that_is_gone_disturbs_nobody() -> None:
     bench.lose(A)
     assert bench.sent(1, m.Abort) == [m.Abort([a])]
     bench.admit(1, b)
-    bench.take(1, m.Parts([a, b], [0, 0], [0, 0], [[1], [2]]), [b"", b"x"])
-    assert bench.sent(B, m.Parts) == [m.Parts([0], [0], [0], [[2]])] and not bench.sent(A, m.Parts)
+    bench.take(1, m.Parts([a, b], [0, 0], [0, 0], [0, 0], [[1], [2]]), [b"", b"x"])
+    assert bench.sent(B, m.Parts) == [m.Parts([0], [0], [0], [0], [[2]])] and not bench.sent(A, m.Parts)
     bench.end(1, a)
     bench.end(1, b)
     assert not bench.sent(A, m.Ended) and len(bench.sent(B, m.Ended)) == 1

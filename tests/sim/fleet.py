@@ -170,11 +170,14 @@ class SimClient:
         self.next_ticket = 0
         self.requests: dict[int, Request] = {}
         self.went_on: dict[int, Checkpoint] = {}
+        self.records: dict[tuple[int, int], ev.Record] = {}
+        """By ticket and child."""
         self.ended: dict[int, ev.Record] = {}
+        """The last record of each request of which every child has ended."""
         self.refused: dict[int, ev.Failure] = {}
         self.must_refuse: set[int] = set()
         self.aborted: set[int] = set()
-        self.parts: dict[int, tuple[list[int], TokenScores]] = {}
+        self.parts: dict[tuple[int, int], tuple[list[int], TokenScores]] = {}
         self.asked: dict[int, cmd.Command] = {}
         self.taken: list[tuple[int, Checkpoint]] = []
 
@@ -204,17 +207,20 @@ class SimClient:
         for event, _ in told:
             ticket = event.ticket
             match event:
-                case ev.Ended(_, record):
+                case ev.Ended(_, record, num_left):
                     assert ticket not in self.ended and ticket not in self.refused, f"two ends of {ticket}"
-                    self.ended[ticket] = record
+                    assert (ticket, record.child) not in self.records, f"two ends of child {record.child} of {ticket}"
+                    self.records[ticket, record.child] = record
+                    if not num_left:
+                        self.ended[ticket] = record
                 case ev.Refused(_, request_id, failure):
                     assert ticket not in self.ended and ticket not in self.refused, f"two ends of {ticket}"
                     assert request_id == self.requests[ticket].request_id
                     self.refused[ticket] = failure
-                case ev.Progress(_, first, token_ids, scores, _):
+                case ev.Progress(_, first, token_ids, scores, _, child):
                     listed = self.requests[ticket].params.logprob_token_ids
-                    ids, log = self.parts.setdefault(ticket, ([], TokenScores(listed_ids=listed)))
-                    assert ticket not in self.ended and first == len(ids), "a token twice, or one is missing"
+                    ids, log = self.parts.setdefault((ticket, child), ([], TokenScores(listed_ids=listed)))
+                    assert (ticket, child) not in self.records and first == len(ids), "a token twice, or one is missing"
                     ids += token_ids
                     if scores is not None:
                         log.extend(scores)
@@ -378,8 +384,10 @@ class Fleet:
     def _params(self) -> SamplingParams:
         rng, vocab = self.rng, self.config.vocab_size
         ids = lambda most: [rng.randrange(vocab) for _ in range(rng.randint(1, most))]  # noqa: E731
+        max_tokens = rng.choice((None, None, None, 0, 1, 8, 20))
         return SamplingParams(
-            max_tokens=rng.choice((None, None, None, 0, 1, 8, 20)),
+            max_tokens=max_tokens,
+            n=1 if max_tokens == 0 else rng.choice((1, 1, 1, 2, 3)),
             temperature=rng.choice((0.0, 1.0)),
             seed=rng.choice((None, rng.randrange(2**64))),
             stop=[rng.choice(("bca", "aab", "da", "ee", "cabc", "g"))] if rng.random() < 0.2 else [],
@@ -505,15 +513,21 @@ class Fleet:
                     record = client.ended[ticket]
                     assert record.finish_reason in ("abort", "error") and not record.token_ids
                 else:
-                    self._judge_record(client, ticket, request, client.ended[ticket])
+                    for child in range(request.params.n):
+                        self._judge_record(client, ticket, request, client.records[ticket, child])
             for ticket, checkpoint in client.taken:
                 if ticket in client.ended:
-                    record, count = client.ended[ticket], checkpoint.num_output
-                    assert checkpoint.token_ids == record.token_ids[:count]
-                    if checkpoint.scores is not None and record.scores is not None:
-                        listed = checkpoint.params.logprob_token_ids
-                        scores = TokenScores.unpack(checkpoint.scores, checkpoint.token_ids, listed_ids=listed)
-                        assert scores == record.scores.cut(0, count)
+                    self._judge_checkpoint(client, ticket, checkpoint)
+
+    def _judge_checkpoint(self, client: SimClient, ticket: int, checkpoint: Checkpoint) -> None:
+        listed = checkpoint.params.logprob_token_ids
+        for child, sample in enumerate(checkpoint.samples):
+            record, count = client.records[ticket, child], sample.num_output
+            assert sample.token_ids == record.token_ids[:count]
+            self.marks["checkpoints with ended children"] += sample.ending is not None
+            if sample.scores is not None and record.scores is not None:
+                scores = TokenScores.unpack(sample.scores, sample.token_ids, listed_ids=listed)
+                assert scores == record.scores.cut(0, count)
 
     def _drain(self) -> None:
         """Let everything come to rest: then nothing is left anywhere."""
@@ -550,6 +564,7 @@ class Fleet:
     def _judge_record(self, client: SimClient, ticket: int, request: Request, record: ev.Record) -> None:
         reason = record.finish_reason
         self.marks[f"{reason} after {min(record.num_checkpoints, 3)} moves"] += 1
+        self.marks["children moved"] += request.params.n > 1 and record.num_checkpoints > 0
         if reason == "error":
             assert record.failure is not None and record.failure.kind == "ReplicaLost", record.failure
             assert self.killers or self.restarts or self.wire.lossy
@@ -565,14 +580,14 @@ class Fleet:
                 return 0
             return weights_of([epoch for first, epoch in epochs if first <= index][-1])
 
-        truth = expected(request, record.seed, self.config, weights_at)
+        truth = expected(request, record.seed, self.config, weights_at, record.child)
         count = len(record.token_ids)
         assert record.token_ids == truth.token_ids[:count], (request, record.token_ids, truth.token_ids)
         if reason in ("stop", "length"):
             assert count == len(truth.token_ids) and reason == truth.reason
             found = None if record.stop is None else (record.stop.reason, *_of(record.stop))
             assert found == truth.stop
-        ids, log = client.parts.get(ticket, ([], None))
+        ids, log = client.parts.get((ticket, record.child), ([], None))
         assert ids == record.token_ids[: len(ids)] and (request.stream or not ids)
         assert record.request_id == request.request_id and record.prompt_token_ids == request.prompt_token_ids
         assert (record.scores is not None) == request.params.asks_scores
@@ -582,11 +597,12 @@ class Fleet:
             width = len(request.params.logprob_token_ids or ())
             assert record.scores.listed_scores.tolist() == truth.listed[: count * width]
             assert log is None or log == record.scores.cut(0, len(ids))
-        if record.prompt_scores is not None and (reason in ("stop", "length")) and len(epochs) == 1:
-            chosen = list(record.prompt_scores.chosen)
-            assert chosen == [one for one, _, _ in truth.prompt_scores] or self.next_epoch > 1, "prompt scores"
+        has_prompt_scores = record is client.ended[ticket] and request.params.prompt_logprobs is not None
+        assert (record.prompt_scores is not None) == has_prompt_scores
         if record.prompt_scores is not None and (count or reason in ("stop", "length")):
-            assert record.prompt_scores.num_scored == len(request.prompt_token_ids) - 1
+            chosen = list(record.prompt_scores.chosen)
+            assert len(chosen) == len(request.prompt_token_ids) - 1
+            assert self.next_epoch > 1 or chosen == [one for one, _, _ in truth.prompt_scores], "prompt scores"
         if not record.exact:
             assert self.next_epoch > 1, "only other weights are inexact here"
             self.marks["inexact"] += 1

@@ -17,8 +17,16 @@ MOST_FLEETS = 20_000
 VISITED = (
     *("killed", "hung", "left", "coordinator restarts", "lost with requests", "went on in mid-stream"),
     *(f"{reason} after {count} moves" for reason in ("stop", "length", "abort") for count in (0, 1)),
-    *("error after 1 moves", "length after 2 moves", "checkpoints", "refused InvalidValue", "refused StateError"),
+    *(
+        "length after 2 moves",
+        "children moved",
+        "checkpoints with ended children",
+        "checkpoints",
+        "refused InvalidValue",
+        "refused StateError",
+    ),
     *(f"{order} done" for order in ("Pause", "Suspend", "Resume", "UpdateWeights", "Reset", "GetStats")),
+    *("children moved", "checkpoints with ended children"),
     *("UpdateWeights ModelNotFound", "Reset StateError", "calls blocking", "calls by messages"),
 )
 """What these lives must have met."""

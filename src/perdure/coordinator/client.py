@@ -18,8 +18,9 @@ from msgspec.structs import replace
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.checkpoint import Checkpoint
+from perdure.api.ending import Ending, Failure
 from perdure.api.errors import StateError
-from perdure.api.event import Event, Failure
+from perdure.api.event import Event
 from perdure.api.moment import RequestEvent
 from perdure.api.output import Stats
 from perdure.api.request import Request
@@ -31,7 +32,7 @@ from perdure.coordinator.sessions import Arrived, Happening, Lost, Opened
 
 _encode = msgspec.msgpack.Encoder().encode
 _part = msgspec.msgpack.Decoder(m.Part).decode
-_ending = msgspec.msgpack.Decoder(m.Ending).decode
+_rest = msgspec.msgpack.Decoder(m.Rest).decode
 _checkpoint = msgspec.msgpack.Decoder(Checkpoint).decode
 
 
@@ -42,22 +43,47 @@ class Told(NamedTuple):
     time: float
 
 
+class LiveSample:
+    """One output so far, with its scores. record: once it has ended."""
+
+    __slots__ = ("epochs", "exact", "record", "scores", "token_ids")
+
+    def __init__(self, request: Request) -> None:
+        listed = request.params.logprob_token_ids
+        self.token_ids: list[int] = []
+        self.scores = TokenScores(listed_ids=listed) if request.params.asks_scores else None
+        self.epochs: list[tuple[int, int]] = []
+        self.exact = True
+        self.record: ev.Record | None = None
+
+    def grow(self, token_ids: list[int], epochs: Sequence[tuple[int, int]], scores: PackedScores | None) -> None:
+        self.token_ids += token_ids
+        for first, epoch in epochs:
+            if not self.epochs or self.epochs[-1][1] != epoch:
+                self.epochs.append((first, epoch))
+        if scores is not None:
+            assert self.scores is not None
+            self.scores.extend(TokenScores.unpack(scores, token_ids, listed_ids=self.scores.listed_ids))
+
+    def known(self) -> m.KnownSample:
+        record = self.record
+        ending = None if record is None else Ending(record.finish_reason, record.stop, record.failure)
+        return m.KnownSample(self.token_ids, self.epochs, self.exact, ending)
+
+
 class Live:
     """A request that was submitted and has not ended. number: the ticket of its submission."""
 
     __slots__ = (
         "admitted",
         "begun_at",
-        "epochs",
-        "exact",
         "frame",
         "is_aborted",
         "keys",
         "num_moves",
         "prompt_scores",
         "request",
-        "scores",
-        "token_ids",
+        "samples",
         "told_at",
     )
 
@@ -66,11 +92,8 @@ class Live:
         self.frame = frame
         self.keys = keys
         self.admitted: m.Admitted | None = None
-        self.token_ids: list[int] = []
-        self.scores = TokenScores(listed_ids=request.params.logprob_token_ids) if request.params.asks_scores else None
+        self.samples = [LiveSample(request) for _ in range(request.params.n)]
         self.prompt_scores: TokenScores | None = None
-        self.epochs: list[tuple[int, int]] = []
-        self.exact = True
         self.num_moves = 0
         self.is_aborted = False
         self.begun_at = 0.0
@@ -80,8 +103,9 @@ class Live:
     def admit(self, admitted: m.Admitted, now: float) -> None:
         if self.admitted is not None:
             self.num_moves += 1
-            if self.token_ids and admitted.fingerprint != self.admitted.fingerprint:
-                self.exact = False
+            if admitted.fingerprint != self.admitted.fingerprint:
+                for sample in self.samples:
+                    sample.exact = sample.exact and (not sample.token_ids or sample.record is not None)
         self.admitted = admitted
         self.begun_at = now
 
@@ -90,28 +114,13 @@ class Live:
         one = self.admitted
         if one is None:
             return None
-        return m.Known(
-            one.seed,
-            one.max_output,
-            one.logprobs_mode,
-            self.token_ids,
-            self.epochs,
-            one.fingerprint,
-            self.exact,
-            self.num_moves + 1,
-        )
+        samples = [sample.known() for sample in self.samples]
+        return m.Known(one.seed, one.max_output, one.logprobs_mode, samples, one.fingerprint, self.num_moves + 1)
 
-    def grow(self, token_ids: list[int], epochs: Sequence[tuple[int, int]], scores: PackedScores | None) -> None:
-        self.token_ids += token_ids
-        for first, epoch in epochs:
-            if not self.epochs or self.epochs[-1][1] != epoch:
-                self.epochs.append((first, epoch))
-        if scores is not None:
-            assert self.scores is not None
-            self.scores.extend(self.unpacked(scores, token_ids))
-
-    def unpacked(self, scores: PackedScores, token_ids: Sequence[int]) -> TokenScores:
-        return TokenScores.unpack(scores, token_ids, listed_ids=self.request.params.logprob_token_ids)
+    @property
+    def num_left(self) -> int:
+        """Samples that have not ended."""
+        return sum(sample.record is None for sample in self.samples)
 
     def take_prompt_scores(self, scores: PackedScores | None) -> None:
         if scores is not None:
@@ -123,7 +132,8 @@ class Live:
         told = []
         for one in happened:
             self.told_at = max(self.told_at, self.begun_at + one.time)
-            told.append(Told(ev.Moment(self.request.ticket, one.kind, one.num_tokens), self.told_at))
+            moment = ev.Moment(self.request.ticket, one.kind, one.num_tokens, child=one.child)
+            told.append(Told(moment, self.told_at))
         return told
 
 
@@ -228,8 +238,8 @@ class Submissions:
             case m.Refused(number, failure):
                 request = self._live.pop(number).request
                 return [Told(ev.Refused(number, request.request_id, failure), now)]
-            case m.Ended(number):
-                return self._ended(number, _ending(frames[0]), now)
+            case m.Ended(number, child):
+                return self._ended(number, child, _rest(frames[0]), now)
             case m.Taken(ask, failure):
                 asked = self._asked.pop(ask)
                 assert isinstance(asked, cmd.TakeCheckpoint)
@@ -241,28 +251,38 @@ class Submissions:
 
     def _parts(self, parts: m.Parts, frames: Frames) -> list[Told]:
         told: list[Told] = []
-        columns = zip(parts.numbers, parts.firsts, parts.epochs, parts.token_ids, frames, strict=True)
-        for number, first, epoch, token_ids, frame in columns:
+        columns = zip(parts.numbers, parts.children, parts.firsts, parts.epochs, parts.token_ids, frames, strict=True)
+        for number, child, first, epoch, token_ids, frame in columns:
             live = self._live[number]
-            assert first == len(live.token_ids), f"request {number}: part {first} after {len(live.token_ids)} tokens"
+            sample = live.samples[child]
+            assert first == len(sample.token_ids), f"request {number}: a part from {first} on, not {sample.token_ids}"
             scores = None
             if frame:
                 part = _part(frame)
                 live.take_prompt_scores(part.prompt_scores)
                 told += live.moments(part.moments)
                 scores = part.scores
-            live.grow(token_ids, [(first, epoch)], scores)
+            sample.grow(token_ids, [(first, epoch)], scores)
             if live.request.stream:
-                own = None if live.scores is None else live.scores.cut(first, first + len(token_ids))
-                told.append(Told(ev.Progress(number, first, token_ids, own, epoch), live.told_at))
+                own = None if sample.scores is None else sample.scores.cut(first, first + len(token_ids))
+                told.append(Told(ev.Progress(number, first, token_ids, own, epoch, child), live.told_at))
         return told
 
-    def _ended(self, number: int, ending: m.Ending, now: float) -> list[Told]:
-        live = self._live.pop(number)
-        told = live.moments(ending.moments)
-        live.grow(ending.token_ids, ending.epochs, ending.scores)
-        live.take_prompt_scores(ending.prompt_scores)
-        return [*told, Told(ev.Ended(number, _record(live, ending)), now)]
+    def _ended(self, number: int, child: int | None, rest: m.Rest, now: float) -> list[Told]:
+        """One sample's end, or that of all that are left."""
+        live = self._live[number]
+        told = live.moments(rest.moments)
+        live.take_prompt_scores(rest.prompt_scores)
+        ended = [at for at, sample in enumerate(live.samples) if sample.record is None] if child is None else [child]
+        for at in ended:
+            sample = live.samples[at]
+            sample.grow(rest.token_ids, rest.epochs, rest.scores)
+            is_last = live.num_left == 1
+            sample.record = _record(live, at, rest, with_prompt=is_last)
+            told.append(Told(ev.Ended(number, sample.record, live.num_left), now))
+        if not live.num_left:
+            del self._live[number]
+        return told
 
     def _taken(self, asked: cmd.TakeCheckpoint, failure: Failure | None, frames: Frames, now: float) -> Told:
         assert asked.request_ticket is not None
@@ -271,10 +291,13 @@ class Submissions:
             ended = Failure("InvalidValue", "the request is not live: it has ended, or never began")
             return Told(ev.Done(asked.ticket, failure=failure or ended), now)
         found = replace(_checkpoint(frames[0]), request_id=live.request.request_id, prompt=live.request.prompt)
-        if found.num_output:  # then all of its scores came with its tokens
-            scores = None if live.scores is None else live.scores.cut(0, found.num_output).pack()
+        if found.num_output:  # then all scores came with the tokens
+            samples = tuple(
+                one if own.scores is None else replace(one, scores=own.scores.cut(0, one.num_output).pack())
+                for one, own in zip(found.samples, live.samples, strict=True)
+            )
             prompt_scores = None if live.prompt_scores is None else live.prompt_scores.pack()
-            found = replace(found, scores=scores, prompt_scores=prompt_scores)
+            found = replace(found, samples=samples, prompt_scores=prompt_scores)
         return Told(ev.Taken(asked.ticket, asked.request_ticket, found), now)
 
     def _named(self, stats: Stats | None) -> Stats | None:
@@ -285,27 +308,28 @@ class Submissions:
         return replace(stats, paused_ids=names)
 
 
-def _record(live: Live, ending: m.Ending) -> ev.Record:
-    """All of an ended request: what came before, and its ending."""
-    request = live.request
-    prompt_scores = live.prompt_scores
-    if prompt_scores is None and request.params.prompt_logprobs is not None:
-        prompt_scores = TokenScores(leading_none=True)
+def _record(live: Live, child: int, rest: m.Rest, with_prompt: bool) -> ev.Record:
+    """All of an ended sample: what came before, and the rest."""
+    request, sample, ending = live.request, live.samples[child], rest.ending
+    prompt_scores = None
+    if with_prompt and request.params.prompt_logprobs is not None:
+        prompt_scores = live.prompt_scores or TokenScores(leading_none=True)
     return ev.Record(
         request_id=request.request_id,
-        arrival=ending.arrival,
-        seed=ending.seed,
+        arrival=rest.arrival,
+        seed=rest.seed,
         prompt_token_ids=list(request.prompt_token_ids),
-        token_ids=live.token_ids,
-        finish_reason=ending.finish_reason,
+        token_ids=sample.token_ids,
+        finish_reason=ending.reason,
         stop=ending.stop,
-        scores=live.scores,
+        scores=sample.scores,
         prompt_scores=prompt_scores,
-        exact=ending.exact and live.exact,
-        num_cached_tokens=ending.num_cached_tokens,
-        num_pauses=ending.num_pauses,
-        num_evictions=ending.num_evictions,
-        num_checkpoints=ending.num_checkpoints,
-        weight_epochs=live.epochs,
+        exact=rest.exact and sample.exact,
+        num_cached_tokens=rest.num_cached_tokens,
+        num_pauses=rest.num_pauses,
+        num_evictions=rest.num_evictions,
+        num_checkpoints=rest.num_checkpoints,
+        weight_epochs=sample.epochs,
         failure=ending.failure,
+        child=child,
     )

@@ -9,10 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from perdure.api.ending import Ending
 from perdure.api.fingerprint import Fingerprint
-from perdure.coordinator.messages import Admitted, Known
+from perdure.coordinator.messages import Admitted, Known, KnownSample
 
 ID_BYTES = 8
+
+
+class SampleLog:
+    """One output so far. exact: of what it had when its owner got it. ending: None = it goes on."""
+
+    __slots__ = ("ending", "epochs", "exact", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.epochs: list[tuple[int, int]] = []
+        self.exact = True
+        self.ending: Ending | None = None
+
+    def known(self) -> KnownSample:
+        return KnownSample(self.token_ids, self.epochs, self.exact, self.ending)
+
+    def recall(self, known: KnownSample) -> None:
+        self.token_ids, self.epochs = list(known.token_ids), list(known.epochs)
+        self.exact, self.ending = known.exact, known.ending
+
+    def grow(self, first: int, token_ids: list[int], epoch: int) -> None:
+        assert first == len(self.token_ids), f"a part of tokens from {first} on after {len(self.token_ids)}"
+        self.token_ids += token_ids
+        if not self.epochs or self.epochs[-1][1] != epoch:
+            self.epochs.append((first, epoch))
+
+    def cross(self) -> None:
+        """It goes on where bits come out otherwise."""
+        self.exact = self.exact and (not self.token_ids or self.ending is not None)
 
 
 class Entry:
@@ -22,8 +52,6 @@ class Entry:
         "admitted",
         "client",
         "deadline",
-        "epochs",
-        "exact",
         "fingerprint",
         "frames",
         "is_aborted",
@@ -34,8 +62,8 @@ class Entry:
         "num_was_known",
         "number",
         "owner",
+        "samples",
         "serial",
-        "token_ids",
     )
 
     def __init__(self, serial: int, client: int, number: int, frames: Sequence[bytes], keys: list[bytes]) -> None:
@@ -47,11 +75,10 @@ class Entry:
         self.keys = keys
         self.owner: int | None = None
         self.admitted: Admitted | None = None
-        self.token_ids: list[int] = []
-        self.epochs: list[tuple[int, int]] = []
+        self.samples: list[SampleLog] = []
+        """By index, as far as something is known."""
         self.fingerprint = Fingerprint()
         """Of whoever drew the last token before it came to its owner."""
-        self.exact = True
         self.is_aborted = False
         self.num_moves = 0
         self.num_was_known = 0
@@ -66,31 +93,27 @@ class Entry:
     def recall(self, known: Known) -> None:
         """Go on from what its client still knew."""
         self.admitted = Admitted(self.number, known.seed, known.max_output, known.logprobs_mode)
-        self.token_ids = list(known.token_ids)
-        self.epochs = list(known.epochs)
-        self.fingerprint, self.exact, self.num_moves = known.fingerprint, known.exact, known.num_moves
+        for child, sample in enumerate(known.samples):
+            self.sample(child).recall(sample)
+        self.fingerprint, self.num_moves = known.fingerprint, known.num_moves
 
     def known(self) -> Known | None:
         """What its next owner is told; None = nothing happened to it yet."""
         if self.admitted is None:
             return None
         one = self.admitted
-        return Known(
-            one.seed,
-            one.max_output,
-            one.logprobs_mode,
-            self.token_ids,
-            self.epochs,
-            self.fingerprint,
-            self.exact,
-            self.num_moves,
-        )
+        samples = [sample.known() for sample in self.samples]
+        return Known(one.seed, one.max_output, one.logprobs_mode, samples, self.fingerprint, self.num_moves)
 
-    def grow(self, first: int, token_ids: list[int], epoch: int) -> None:
-        assert first == len(self.token_ids), f"request {self.serial}: part {first} after {len(self.token_ids)} tokens"
-        self.token_ids += token_ids
-        if not self.epochs or self.epochs[-1][1] != epoch:
-            self.epochs.append((first, epoch))
+    def sample(self, child: int) -> SampleLog:
+        while len(self.samples) <= child:
+            self.samples.append(SampleLog())
+        return self.samples[child]
+
+    @property
+    def num_output(self) -> int:
+        """Tokens so far, of all samples."""
+        return sum(len(sample.token_ids) for sample in self.samples)
 
     @property
     def num_bytes(self) -> int:
@@ -126,7 +149,7 @@ class Entries:
         del self._waiting[entry.serial]
         entry.owner = owner
         entry.deadline = None
-        entry.num_was_known = len(entry.token_ids)
+        entry.num_was_known = entry.num_output
         entry.is_begun = False
         self._by_owner.setdefault(owner, {})[entry.serial] = entry
 

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from perdure.api import command as cmd
-from perdure.api.event import Failure, FinishReason, StopMatch
+from perdure.api.ending import Ending, Failure
 from perdure.api.fingerprint import Fingerprint
 from perdure.api.moment import RequestEvent
 from perdure.api.output import Stats
@@ -54,20 +54,27 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     about: About | None = None
 
 
+class KnownSample(msgspec.Struct, frozen=True, array_like=True):
+    """One output so far. epochs: pairs (first output index, epoch). ending: None = it goes on."""
+
+    token_ids: list[int] = []
+    epochs: list[tuple[int, int]] = []
+    exact: bool = True
+    ending: Ending | None = None
+
+
 class Known(msgspec.Struct, frozen=True, array_like=True):
     """How far a request is that goes on elsewhere: what its first admission resolved, and its output so far.
 
-    fingerprint: of whoever drew the last token. epochs: pairs (first output index, epoch). num_moves: how often it went
-    on elsewhere, with this time.
+    samples: in the order of their index, those of which nothing is known may be missing. fingerprint: of whoever drew
+    the last token. num_moves: how often it went on elsewhere, with this time.
     """
 
     seed: int
     max_output: int
     logprobs_mode: LogprobsMode
-    token_ids: list[int]
-    epochs: list[tuple[int, int]]
+    samples: list[KnownSample]
     fingerprint: Fingerprint
-    exact: bool
     num_moves: int
 
 
@@ -143,18 +150,27 @@ class Admitted(msgspec.Struct, frozen=True, tag=8, array_like=True):
 
 
 class Parts(msgspec.Struct, frozen=True, tag=9, array_like=True):
-    """New tokens of several requests, columns by request; a frame each, a `Part` or empty. firsts: output indices."""
+    """New tokens of several samples, columns by sample; a frame each, a `Part` or empty. children: which sample of its
+    request. firsts: output indices."""
 
     numbers: list[int]
+    children: list[int]
     firsts: list[int]
     epochs: list[int]
     token_ids: list[list[int]]
 
 
 class Ended(msgspec.Struct, frozen=True, tag=10, array_like=True):
-    """The one end of a request that was admitted; its frame is an `Ending`."""
+    """The one end of a sample of an admitted request; its frame is a `Rest`.
+
+    child: which; None = all that have not ended. num_left: of the request's samples, with 0 nothing more will come.
+    ending: of one that leaves others, whose tokens have all been sent before.
+    """
 
     number: int
+    child: int | None = 0
+    num_left: int = 0
+    ending: Ending | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=11, array_like=True):
@@ -238,15 +254,14 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     moments: list[RequestEvent] = []
 
 
-class Ending(msgspec.Struct, frozen=True, array_like=True):
-    """What a client does not have yet of a request's record: the tokens after the last part, with all about them.
+class Rest(msgspec.Struct, frozen=True, array_like=True):
+    """What a client does not have yet of a sample's record: how it ended, and the tokens after its last part.
 
-    prompt_scores: unless a part brought them. epochs: of these last tokens, pairs (first output index, epoch).
+    prompt_scores: with the last sample, unless a part brought them. epochs: of these tokens, pairs (first output index,
+    epoch).
     """
 
-    finish_reason: FinishReason
-    failure: Failure | None = None
-    stop: StopMatch | None = None
+    ending: Ending
     token_ids: list[int] = []
     scores: PackedScores | None = None
     prompt_scores: PackedScores | None = None

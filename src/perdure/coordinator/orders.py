@@ -18,8 +18,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from perdure.api import command as cmd
+from perdure.api.ending import Failure
 from perdure.api.errors import StateError
-from perdure.api.event import Failure
 from perdure.api.output import Stats
 from perdure.coordinator.membership import Members, Replica
 from perdure.coordinator.messages import (

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api.config import EngineConfig, OnReplicaLoss, RoutingPolicy
+from perdure.api.ending import Ending, Failure
 from perdure.api.errors import InvalidValue, PerdureError, QueueFull, ReplicaLost
-from perdure.api.event import Failure
 from perdure.api.output import Stats
 from perdure.coordinator import messages as m
 from perdure.coordinator.affinity import Chooser
@@ -178,7 +178,7 @@ class Router:
         for entry in entries:
             entry.is_aborted = True
             if entry.owner is None:
-                self._end(entry, m.Ending("abort"))
+                self._end(entry, Ending("abort"))
             else:
                 by_owner.setdefault(entry.owner, []).append(entry.serial)
         for owner, serials in by_owner.items():
@@ -214,7 +214,7 @@ class Router:
                 if (entry := self.entries.owned(session, serial)) is not None:
                     if entry.client is not None:
                         self._send(entry.client, replace(message, number=entry.number), frames)
-                    self.entries.retire(entry)
+                    self._ended(entry, message)
             case m.Taken(ask, failure):
                 if (asked := self._takes.pop(ask, None)) is not None:
                     self._send(asked[0], m.Taken(asked[1], failure), frames)
@@ -225,6 +225,13 @@ class Router:
             case m.Leave():
                 self._supersede(session, now)
 
+    def _ended(self, entry: Entry, message: m.Ended | m.Refused) -> None:
+        if isinstance(message, m.Ended) and message.num_left:
+            assert message.child is not None
+            entry.sample(message.child).ending = message.ending
+        else:
+            self.entries.retire(entry)
+
     def _parts(self, session: int, parts: m.Parts, frames: Frames) -> None:
         """New tokens: noted here, and passed on to whom they belong."""
         by_client: dict[int, tuple[m.Parts, list[bytes]]] = {}
@@ -232,15 +239,16 @@ class Router:
             entry = self.entries.owned(session, serial)
             if entry is None:
                 continue
-            first, token_ids, epoch = parts.firsts[at], parts.token_ids[at], parts.epochs[at]
-            entry.grow(first, token_ids, epoch)
+            child, first, token_ids, epoch = parts.children[at], parts.firsts[at], parts.token_ids[at], parts.epochs[at]
+            entry.sample(child).grow(first, token_ids, epoch)
             if entry.client is None:
                 continue
             found = by_client.get(entry.client)
             if found is None:
-                found = by_client[entry.client] = m.Parts([], [], [], []), []
+                found = by_client[entry.client] = m.Parts([], [], [], [], []), []
             theirs, own = found
             theirs.numbers.append(entry.number)
+            theirs.children.append(child)
             theirs.firsts.append(first)
             theirs.epochs.append(epoch)
             theirs.token_ids.append(token_ids)
@@ -279,13 +287,13 @@ class Router:
         for entry in self.entries.of_owner(replica.session):
             entry.fingerprint = replica.about.fingerprint
             entry.num_moves += 1
-            if len(entry.token_ids) > entry.num_was_known:
+            if entry.num_output > entry.num_was_known:
                 entry.num_fruitless = 0
             else:
                 entry.num_fruitless += entry.is_begun
             self.entries.take_back(entry)
             if entry.is_aborted:
-                self._end(entry, m.Ending("abort"))
+                self._end(entry, Ending("abort"))
             elif self._routing.on_replica_loss == "fail":
                 self._fail(entry, ReplicaLost(f"replica {replica.index}, which computed this request, was lost"))
             elif entry.num_fruitless >= MOST_FRUITLESS:
@@ -297,15 +305,15 @@ class Router:
         self._place(moved, now)
 
     def _fail(self, entry: Entry, error: PerdureError) -> None:
-        self._end(entry, m.Ending("error", Failure.of(error)))
+        self._end(entry, Ending("error", failure=Failure.of(error)))
 
-    def _end(self, entry: Entry, ending: m.Ending) -> None:
+    def _end(self, entry: Entry, ending: Ending) -> None:
         """The end of a request that no replica has, told by the coordinator itself."""
         if entry.client is not None:
-            if entry.admitted is not None:
-                ending = replace(ending, seed=entry.admitted.seed)
-            ending = replace(ending, exact=entry.exact, num_checkpoints=entry.num_moves)
-            self._send(entry.client, m.Ended(entry.number), [msgspec.msgpack.encode(ending)])
+            seed = 0 if entry.admitted is None else entry.admitted.seed
+            exact = all(sample.exact for sample in entry.samples)
+            rest = m.Rest(ending, seed=seed, exact=exact, num_checkpoints=entry.num_moves)
+            self._send(entry.client, m.Ended(entry.number, None), [msgspec.msgpack.encode(rest)])
         self.entries.retire(entry)
 
     # Placing
@@ -323,7 +331,9 @@ class Router:
                 self._send(owner, m.Submit(entry.serial, known=entry.known()), entry.frames)
                 replica = self.members.get(owner)
                 assert replica is not None
-                entry.exact = entry.exact and (not entry.token_ids or entry.fingerprint == replica.about.fingerprint)
+                if entry.fingerprint != replica.about.fingerprint:
+                    for sample in entry.samples:
+                        sample.cross()
                 self.entries.give(entry, owner)
 
     # Orders

@@ -17,13 +17,15 @@ from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
-from perdure.api.checkpoint import Checkpoint
+from perdure.api.checkpoint import Checkpoint, Sample
+from perdure.api.ending import Ending, Failure
 from perdure.api.errors import PerdureError
-from perdure.api.event import Event, Failure
+from perdure.api.event import Event
 from perdure.api.fingerprint import Fingerprint
 from perdure.api.moment import RequestEvent
 from perdure.api.output import Stats
 from perdure.api.request import Request
+from perdure.api.sampling import SamplingParams
 from perdure.api.scores import PackedScores
 from perdure.coordinator import messages as m
 from perdure.coordinator.link import Frames
@@ -62,13 +64,18 @@ class Host(Protocol):
 
 
 class Here:
-    """One request at this replica. number: the coordinator's. num_sent: output tokens that the other side has."""
+    """One request at this replica. number: the coordinator's. num_sent: of each sample, how many tokens the other side
+    has. has_ended: whether it knows of the sample's end."""
 
-    __slots__ = ("admitted_at", "has_prompt_scores", "moments", "num_sent", "number", "prompt_scores")
+    __slots__ = ("admitted_at", "has_ended", "has_prompt_scores", "moments", "num_sent", "number", "prompt_scores")
 
-    def __init__(self, number: int, num_sent: int, has_prompt_scores: bool) -> None:
+    def __init__(self, number: int, n: int, known: m.Known | None, has_prompt_scores: bool) -> None:
         self.number = number
-        self.num_sent = num_sent
+        self.num_sent = [0] * n
+        self.has_ended = [False] * n
+        for child, sample in enumerate(known.samples if known is not None else ()):
+            self.num_sent[child] = len(sample.token_ids)
+            self.has_ended[child] = sample.ending is not None
         self.admitted_at: float | None = None
         self.moments: list[RequestEvent] = []
         self.prompt_scores: PackedScores | None = None
@@ -107,7 +114,7 @@ class Bridge:
         self._orders: dict[int, Order] = {}
         """As they came: one is sent to the engine when all before it were."""
         self._firsts: list[tuple[m.Message, Frames]] = []
-        self._parts = m.Parts([], [], [], [])
+        self._parts = m.Parts([], [], [], [], [])
         self._part_frames: list[bytes] = []
         self._lasts: list[tuple[m.Message, Frames]] = []
 
@@ -158,8 +165,8 @@ class Bridge:
         past = wanted.checkpoint
         if known is not None:
             past = going_on(request, known)
-        num_sent = 0 if known is None else len(known.token_ids)
-        self._here[ticket] = Here(number, num_sent, has_prompt_scores=past is not None and past.num_output > 0)
+        has_prompt_scores = past is not None and past.num_output > 0
+        self._here[ticket] = Here(number, request.params.n, known, has_prompt_scores)
         self._tickets[number] = ticket
         self._host.send(cmd.Submit(request, past))
 
@@ -218,15 +225,16 @@ class Bridge:
 
     def _happened(self, here: Here, ticket: int, event: Event, time: float) -> None:
         match event:
-            case ev.Progress(_, first, token_ids, _, epoch):
-                fresh = max(0, here.num_sent - first)
+            case ev.Progress(_, first, token_ids, _, epoch, child):
+                fresh = max(0, here.num_sent[child] - first)
                 if fresh < len(token_ids):
                     scores = None if event.scores is None else event.scores.cut(fresh, len(token_ids)).pack()
-                    self._part(here, first + fresh, token_ids[fresh:], scores, epoch)
-            case ev.Moment(_, kind, num_tokens):
+                    self._part(here, child, first + fresh, token_ids[fresh:], scores, epoch)
+            case ev.Moment(_, kind, num_tokens, _, child):
                 if here.admitted_at is None:
                     here.admitted_at = time
-                here.moments.append(RequestEvent(kind, time - here.admitted_at, num_tokens))
+                if not here.has_ended[child]:
+                    here.moments.append(RequestEvent(kind, time - here.admitted_at, num_tokens, child))
             case ev.Admitted(_, seed, max_output, logprobs_mode):
                 self._firsts.append((m.Admitted(here.number, seed, max_output, logprobs_mode), ()))
             case ev.PromptScored(_, prompt_scores):
@@ -235,13 +243,29 @@ class Bridge:
             case ev.Refused(_, _, failure):
                 self._forget(ticket)
                 self._lasts.append((m.Refused(here.number, failure), ()))
+            case ev.Ended(_, record, num_left) if num_left:
+                if not here.has_ended[record.child]:
+                    self._sample_ended(here, record, num_left)
             case ev.Ended(_, record):
                 self._forget(ticket)
-                self._lasts.append((m.Ended(here.number), [_encode(_ending(here, record))]))
+                self._lasts.append((m.Ended(here.number, record.child), [_encode(_rest(here, record))]))
 
-    def _part(self, here: Here, first: int, token_ids: list[int], scores: PackedScores | None, epoch: int) -> None:
+    def _sample_ended(self, here: Here, record: ev.Record, num_left: int) -> None:
+        """Others are left: so the coordinator must know all of it, in case that they go on elsewhere."""
+        child = record.child
+        here.has_ended[child] = True
+        for first, end, epoch in _spans(record, here.num_sent[child]):
+            scores = None if record.scores is None else record.scores.cut(first, end).pack()
+            self._part(here, child, first, record.token_ids[first:end], scores, epoch)
+        ending = Ending(record.finish_reason, record.stop, record.failure)
+        self._lasts.append((m.Ended(here.number, child, num_left, ending), [_encode(_rest(here, record))]))
+
+    def _part(
+        self, here: Here, child: int, first: int, token_ids: list[int], scores: PackedScores | None, epoch: int
+    ) -> None:
         parts = self._parts
         parts.numbers.append(here.number)
+        parts.children.append(child)
         parts.firsts.append(first)
         parts.epochs.append(epoch)
         parts.token_ids.append(token_ids)
@@ -251,7 +275,7 @@ class Bridge:
             here.has_prompt_scores = here.has_prompt_scores or here.prompt_scores is not None
             here.moments, here.prompt_scores = [], None
         self._part_frames.append(frame)
-        here.num_sent = first + len(token_ids)
+        here.num_sent[child] = first + len(token_ids)
 
     def _forget(self, ticket: int) -> None:
         del self._tickets[self._here.pop(ticket).number]
@@ -274,7 +298,7 @@ class Bridge:
         out = self._firsts
         if self._part_frames:
             out.append((self._parts, self._part_frames))
-            self._parts, self._part_frames = m.Parts([], [], [], []), []
+            self._parts, self._part_frames = m.Parts([], [], [], [], []), []
         out += self._lasts
         self._firsts, self._lasts = [], []
         return out
@@ -287,29 +311,35 @@ class Bridge:
 def going_on(request: Request, known: m.Known) -> Checkpoint:
     """The checkpoint of a request of which only this is known here. Its scores so far are zeros."""
     params = request.params
-    num_output, num_prompt = len(known.token_ids), len(request.prompt_token_ids)
-    num_listed = num_output * len(params.logprob_token_ids or ())
-    scored = num_prompt - 1 if num_output else 0
+    samples = [*known.samples, *[m.KnownSample()] * (params.n - len(known.samples))]
+    has_output = any(sample.token_ids for sample in samples)
+    num_scored = len(request.prompt_token_ids) - 1 if has_output else 0
     return Checkpoint(
         request_id=request.request_id,
         status="running",
         params=params,
         prompt=None,
-        prompt_length=num_prompt,
+        prompt_tokens=array("i", request.prompt_token_ids).tobytes(),
         max_output=known.max_output,
         seed=known.seed,
         logprobs_mode=known.logprobs_mode,
-        tokens=array("i", [*request.prompt_token_ids, *known.token_ids]).tobytes(),
-        scores=_zeros(num_output, num_listed) if params.asks_scores else None,
-        prompt_scores=None if params.prompt_logprobs is None else _zeros(scored, 0),
+        samples=tuple(_sample(sample, params) for sample in samples),
+        prompt_scores=None if params.prompt_logprobs is None else _zeros(num_scored, 0),
         fingerprint=known.fingerprint,
-        exact=known.exact,
         num_cached_tokens=0,
-        num_pauses=0,
-        num_evictions=0,
         num_checkpoints=known.num_moves,
-        epochs=tuple(known.epochs),
         cache_salt=request.cache_salt,
+    )
+
+
+def _sample(known: m.KnownSample, params: SamplingParams) -> Sample:
+    count = len(known.token_ids)
+    return Sample(
+        tokens=array("i", known.token_ids).tobytes(),
+        scores=_zeros(count, count * len(params.logprob_token_ids or ())) if params.asks_scores else None,
+        exact=known.exact,
+        epochs=tuple(known.epochs),
+        ending=known.ending,
     )
 
 
@@ -318,23 +348,28 @@ def _zeros(num_scored: int, num_listed: int) -> PackedScores:
     return PackedScores(column, column, column, b"", b"", listed, listed)
 
 
-def _ending(here: Here, record: ev.Record) -> m.Ending:
-    """What the other side does not have of an ended request."""
-    first, end = here.num_sent, len(record.token_ids)
+def _spans(record: ev.Record, start: int) -> list[tuple[int, int, int]]:
+    """(first, end, epoch) of the output from `start` on, by the weights it comes from."""
+    if not record.weight_epochs:
+        return []
+    ends = [*(first for first, _ in record.weight_epochs[1:]), len(record.token_ids)]
+    spans = [(max(first, start), end, epoch) for (first, epoch), end in zip(record.weight_epochs, ends, strict=True)]
+    return [span for span in spans if span[0] < span[1]]
+
+
+def _rest(here: Here, record: ev.Record) -> m.Rest:
+    """What the other side does not have of an ended sample."""
+    first, end = here.num_sent[record.child], len(record.token_ids)
     assert first <= end, f"request {here.number}: {first} tokens were sent, and {end} are its output"
+    moments, here.moments = here.moments, []
     prompt_scores = None if here.has_prompt_scores or record.prompt_scores is None else record.prompt_scores.pack()
-    before = [epoch for index, epoch in record.weight_epochs if index <= first]
-    epochs = [(first, before[-1])] if before and first < end else []
-    epochs += [(index, epoch) for index, epoch in record.weight_epochs if first < index]
-    return m.Ending(
-        finish_reason=record.finish_reason,
-        failure=record.failure,
-        stop=record.stop,
+    return m.Rest(
+        ending=Ending(record.finish_reason, record.stop, record.failure),
         token_ids=record.token_ids[first:],
         scores=None if record.scores is None else record.scores.cut(first, end).pack(),
         prompt_scores=prompt_scores,
-        epochs=epochs,
-        moments=here.moments,
+        epochs=[(begin, epoch) for begin, _, epoch in _spans(record, first)],
+        moments=moments,
         arrival=record.arrival,
         seed=record.seed,
         exact=record.exact,

@@ -15,7 +15,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from perdure.api import command as cmd
-from perdure.api import event as ev
 from perdure.api.config import EngineConfig
 from perdure.api.errors import EngineDead, InvalidValue, PerdureError
 from perdure.api.event import Event, Failure
