@@ -55,8 +55,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
         self._freeze("choice", _choices(self.choice))
         for name in ("regex", "grammar"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value.strip()):
-                raise InvalidValue(f"structured_outputs.{name}={_SHORT.repr(value)} is not a text with something in it")
+            if value is not None and (not isinstance(value, str) or not value):
+                raise InvalidValue(f"structured_outputs.{name}={_SHORT.repr(value)} is not a non-empty string")
         texts = self.choice if self.choice is not None else (self.text,)
         size = sum(_num_bytes(self.kind, text) for text in texts)
         if size > MAX_BYTES:
