@@ -14,14 +14,17 @@ import pytest
 import torch
 
 from perdure import LLM, InvalidValue, SamplingParams, StepFailed, StructuredOutputsParams
+from perdure.api import event as ev
 from perdure.api.output import RequestOutput
+from perdure.api.request import Request
 from perdure.core.journal import replay
-from perdure.engine.spelling import text_cursor
+from perdure.core.stopping import TextCursor
 from perdure.models.tiny import EOS_ID, make_tiny_llama
 from tests.engine.conftest import MakeAsync, MakeLLM, Solo
 from tests.engine.helpers import (
     SCORE_TOLERANCE,
     Brake,
+    V,
     check_empty,
     check_equal,
     halted,
@@ -30,7 +33,7 @@ from tests.engine.helpers import (
     prompt,
     run_async,
     settings,
-    until,
+    until_stats,
     whole_rows,
 )
 from tests.engine.reference import Reference
@@ -52,7 +55,7 @@ SCHEMA: dict[str, Any] = {
 LONG = "(?:[a-z ]{1,6},){12}"
 """Some fifty tokens of the tiny model."""
 ASKED: dict[str, dict[str, Any]] = {
-    "json": {"json": SCHEMA},
+    "json": {"json": SCHEMA, "disable_any_whitespace": True},
     "regex": {"regex": LONG},
     "choice": {"choice": ["the red one, please", "the green one, please", "none"]},
     "grammar": {"grammar": 'root ::= ("left " | "right " | "around ")+ "stop"'},
@@ -125,27 +128,37 @@ def test_structured_goes_on_from_a_checkpoint_and_after_a_suspension(depth: int,
     check_equal(call()[0], truth)
 
 
-def test_structured_streams_in_parts_and_a_journal_of_it_replays(
-    make_async: MakeAsync, solo: Solo, tmp_path: Path
-) -> None:
-    journal = tmp_path / "journal"
+def test_structured_streams_in_parts(make_async: MakeAsync, solo: Solo) -> None:
     params = asking(ASKED["json"])
 
     async def main() -> None:
-        llm = make_async(journal=str(journal))
-        handle = llm.submit(prompt(12), params)
+        handle = make_async().submit(prompt(12), params)
         parts = [part async for part in handle]
         result = await handle
         check_equal(result, solo(prompt(12), params))
         assert "".join(part.outputs[0].text for part in parts) == result.outputs[0].text and len(parts) > 5
         assert result.metrics is not None
         assert [event.kind for event in result.metrics.events][:4] == ["queued", "held", "released", "scheduled"]
-        assert llm.tokenizer is not None
-        llm.shutdown()
-        with journal.open("rb") as file:
-            assert replay(file, lambda request: text_cursor(llm.tokenizer, True))  # type: ignore[arg-type]
 
     run_async(main())
+
+
+def test_a_journal_of_structured_requests_replays(make_llm: MakeLLM, tmp_path: Path) -> None:
+    """Also in a core that has no grammars: what is allowed was decided beside it."""
+    llm = make_llm(journal=str(tmp_path / "journal"))
+    impossible = {"regex": r"[^\s\S]"}
+    good, bad, free = llm.generate([prompt(12)] * 3, [asking(ASKED["json"]), asking(impossible), settings()])
+    assert good.error is None and free.error is None and isinstance(bad.error, InvalidValue)
+    llm.shutdown()
+
+    def no_text(request: Request) -> TextCursor:
+        raise AssertionError("no stop strings here")
+
+    with (tmp_path / "journal").open("rb") as file:
+        told = replay(file, no_text)
+    ended = {e.record.request_id: e.record.token_ids for e in told if isinstance(e, ev.Ended)}
+    assert ended == {output.request_id: output.outputs[0].token_ids for output in (good, free)}
+    assert [e.request_id for e in told if isinstance(e, ev.Refused)] == [bad.request_id]
 
 
 # With other settings
@@ -161,21 +174,23 @@ def test_scores_are_the_models_and_those_of_what_is_left(make_llm: MakeLLM, refe
     assert output == processed.outputs[0].token_ids
     truth = torch.log_softmax(reference.logits([*ids, *output])[len(ids) - 1 : -1], -1)
     of_model, of_left = whole_rows(raw.outputs[0].logprobs), whole_rows(processed.outputs[0].logprobs)
-    assert (of_model - truth).abs().max() < SCORE_TOLERANCE
+    torch.testing.assert_close(of_model.double(), truth.double(), atol=SCORE_TOLERANCE, rtol=1e-5)
     left = of_left > float("-inf")
-    assert left.sum(-1).max() < 300 and left[torch.arange(len(output)), torch.tensor(output)].all()
+    assert left.sum(-1).max() < V and left[torch.arange(len(output)), torch.tensor(output)].all()
     within = torch.log_softmax(torch.where(left, truth, float("-inf")), -1)
-    assert (of_left - within)[left].abs().max() < SCORE_TOLERANCE
+    torch.testing.assert_close(of_left[left].double(), within[left].double(), atol=SCORE_TOLERANCE, rtol=1e-5)
     assert left[-1].nonzero().flatten().tolist() == [EOS_ID], "after the last brace there is nothing but the end"
     witness("structured-scores", least_left=int(left.sum(-1).min()), most_left=int(left.sum(-1).max()))
 
 
 def test_structured_ends_where_nothing_else_follows_whatever_ignore_eos_says(make_llm: MakeLLM) -> None:
-    """Ending in between is what `ignore_eos` excludes: then the output is as long as the grammar lets it be."""
+    """Ending in between is what `ignore_eos` excludes: then the output is as long as the grammar lets it be, however
+    likely an end is."""
     llm = make_llm()
+    wanted = {"logit_bias": {EOS_ID: 30.0}}
     asked = {"regex": "[a-z]{1,40}"}
     early, late = (
-        llm.generate([prompt(8)] * 8, [asking(asked, seed=at, ignore_eos=ignores) for at in range(8)])
+        llm.generate([prompt(8)] * 8, [asking(asked, seed=at, ignore_eos=ignores, **wanted) for at in range(8)])
         for ignores in (False, True)
     )
     assert {len(output.outputs[0].text) for output in late} == {40}
@@ -294,7 +309,7 @@ def test_a_slow_grammar_holds_up_nobody(make_llm: MakeLLM, solo: Solo, monkeypat
         in_thread(lambda one=one, name=name: llm.generate([prompt(8)], one, request_ids=[name]))
         for name, one in zip("AB", params)
     ]
-    until(lambda: llm.stats().num_waiting == 2)
+    until_stats(llm, lambda stats: stats.num_waiting == 2)
     check_equal(llm.generate(prompt(9), settings())[0], solo(prompt(9), settings()))
     llm.abort("B")
     (aborted,) = calls[1]()
@@ -320,6 +335,7 @@ def test_closing_while_a_grammar_is_compiled(make_llm: MakeLLM, monkeypatch: pyt
     monkeypatch.setattr(grammars, "_compile", slow)
     call = in_thread(lambda: llm.generate([prompt(8)] * 4, [asking({"regex": f"{at}+"}) for at in range(4)]))
     assert begun.wait(60)
+    until_stats(llm, lambda stats: stats.num_waiting == 4)
     llm.shutdown()
     assert {output.outputs[0].finish_reason for output in call()} == {"abort"}
 
@@ -431,7 +447,8 @@ def test_structured_answers_of_smollm2_validate(smollm2: LLM, soak_factor: int) 
 
 
 def test_masks_cost_little_of_a_step(smollm2: LLM, soak_factor: int) -> None:
-    """The same prompts to the same length, in turns, eight at once; each side by the best of its turns."""
+    """The same prompts to the same length, in turns, eight at once; each side by the best of its turns, in time of all
+    its threads on a processor, which others on the machine take no part of."""
     story = {"type": "array", "items": {"type": "string", "minLength": 20, "maxLength": 60}, "minItems": 20}
     common: dict[str, Any] = {"temperature": 0.8, "seed": 1, "max_tokens": 24, "ignore_eos": True}
     masked = SamplingParams(**common, structured_outputs={"json": story})
@@ -440,9 +457,9 @@ def test_masks_cost_little_of_a_step(smollm2: LLM, soak_factor: int) -> None:
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(2 * (3 if soak_factor == 1 else 8)):
         is_masked = turn % 2 == 0
-        start = time.perf_counter()
+        start = time.process_time()
         outputs = smollm2.generate(prompts, masked if is_masked else plain)
-        seconds[is_masked].append(time.perf_counter() - start)
+        seconds[is_masked].append(time.process_time() - start)
         assert {len(output.outputs[0].token_ids) for output in outputs} == {24}
     ratio = min(seconds[True]) / min(seconds[False])
     witness("structured-cost", times_a_plain_step=round(ratio, 3))

@@ -45,7 +45,8 @@ class Grammars:
     def __init__(self, tokenizer_json: Callable[[], str] | None, vocab_size: int, end_ids: Sequence[int]) -> None:
         self.end_ids = tuple(end_ids)
         self.spelled_end_ids: tuple[int, ...] = ()
-        """Those that are a piece of text too, known with the first grammar: only where an output is complete they end it."""
+        """Those that are a piece of text, too: they are an end only where the output is complete. Known once a grammar
+        was compiled."""
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
