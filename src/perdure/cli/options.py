@@ -45,6 +45,9 @@ class EngineOptions:
     max_num_batched_tokens: Annotated[int, _engine("Most positions in one step.")] = _ENGINE.max_num_batched_tokens
     num_pages: Annotated[int | None, _engine("Pages of the KV pool; without it, as memory allows.")] = None
     page_size: Annotated[int, _engine("Tokens in one page.")] = _ENGINE.page_size
+    enable_prefix_caching: Annotated[bool, _engine("Compute what prompts begin with in common once.")] = (
+        _ENGINE.enable_prefix_caching
+    )
     steps_in_flight: Annotated[int, _engine("1: one step after another; 2 to 4: overlapped.")] = _ENGINE.steps_in_flight
     batch_invariant: Annotated[bool, _engine("The same bits in any company.")] = _ENGINE.batch_invariant
     progress: Annotated[bool, typer.Option("--progress", help="Say what is being done.", rich_help_panel="Engine")] = (
