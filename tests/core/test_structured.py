@@ -156,7 +156,7 @@ def test_structured_rows_have_one_step_in_flight_and_end_by_the_models_ids() -> 
     while bench.scheduler.num_live:
         for _ in range(3):
             bench.launch()
-        for state in bench.scheduler.requests.live.values():
+        for state in bench.scheduler.requests.states.values():
             name = str(state.request.request_id)
             most[name] = max(most[name], state.in_flight)
         bench.commit()

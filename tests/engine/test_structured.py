@@ -161,6 +161,19 @@ def test_a_journal_of_structured_requests_replays(make_llm: MakeLLM, tmp_path: P
     assert [e.request_id for e in told if isinstance(e, ev.Refused)] == [bad.request_id]
 
 
+def test_several_samples_each_go_their_own_way(make_llm: MakeLLM, solo: Solo) -> None:
+    """One grammar, compiled once; the first sample is the only one's."""
+    asked = ASKED["json"]
+    llm = make_llm(num_pages=9, paused_pages=0)
+    (several,) = llm.generate([prompt(12)], asking(asked, n=4))
+    texts = [one.text for one in several.outputs]
+    assert len({*texts}) == 4 and all(satisfies(text, asked) for text in texts)
+    alone = solo(prompt(12), asking(asked)).outputs[0]
+    first = several.outputs[0]
+    assert (first.text, first.token_ids) == (alone.text, alone.token_ids)
+    witness("structured-samples", texts=len(texts))
+
+
 # With other settings
 
 
