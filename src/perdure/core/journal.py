@@ -29,7 +29,7 @@ from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import CursorFactory
 
 MAGIC = b"perdure journal\n"
-VERSION = 2
+VERSION = 3
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -131,7 +131,7 @@ def _moment(event: Event) -> ev.Moment | None:
         case ev.Moment():
             return event
         case ev.Ended(ticket, record):
-            return ev.Moment(ticket, "ended", len(record.token_ids), record.finish_reason)
+            return ev.Moment(ticket, "ended", len(record.token_ids), record.finish_reason, record.child)
         case ev.Refused(ticket, _, failure):
             return ev.Moment(ticket, "refused", detail=failure.kind)
     return None

@@ -305,6 +305,8 @@ class Engine:
             if isinstance(event, ev.Taken):
                 event = self._timed(event, time)
             last = not isinstance(event, (ev.Progress, ev.Moment))
+            if isinstance(event, ev.Ended):
+                last = event.num_left == 0
             receiver = self._receivers.pop(event.ticket) if last else self._receivers[event.ticket]
             if last:
                 self.resolved.runner.functions.release(event.ticket)

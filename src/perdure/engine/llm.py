@@ -41,6 +41,8 @@ class Call:
 
     def receiver(self, submission: cmd.Submit) -> Arrivals:
         def ended(event: Event | PerdureError) -> None:
+            if isinstance(event, ev.Ended) and event.num_left:
+                return
             with self._changed:
                 self._ends[submission.request.ticket] = event
                 self._changed.notify()
@@ -170,7 +172,7 @@ class LLM:
             call.wait(len(receivers))
             raise
         ends = call.wait(len(receivers))
-        reporter.generated(ends.values(), time.monotonic() - start)
+        reporter.generated([receiver.records for _, receiver in receivers.values()], time.monotonic() - start)
         for ticket, end in ends.items():
             at, receiver = receivers[ticket]
             results[at] = self._result(receiver, end)
@@ -182,12 +184,12 @@ class LLM:
                 raise end
             case ev.Refused(_, request_id, failure):
                 return refused_output(request_id, receiver.request.params, failure.to_exception())
-            case ev.Ended(_, record):
+            case ev.Ended():
                 return build_output(
                     receiver.request,
-                    record,
+                    receiver.records,
                     self.tokenizer,
-                    receiver.metrics(record),
+                    receiver.metrics(),
                     self._engine.resolved.config.return_prompt,
                 )
         raise AssertionError(end)
