@@ -17,6 +17,8 @@ from perdure.runner import sampler
 from tests.engine.helpers import prompt
 from tests.witness import witness
 
+pytestmark = pytest.mark.alone
+
 NUM_ROWS, NUM_TOKENS = 4, 24
 MOST = 0.10
 
