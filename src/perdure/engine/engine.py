@@ -35,7 +35,6 @@ from perdure.engine.prompts import Prompt, checked_id, ids_to_abort, name_of
 from perdure.engine.resolve import Resolved, resolve
 from perdure.engine.text import Detokenizer
 from perdure.models.weight_set import Source
-from perdure.runner.worker import ThreadedRunner
 
 log = logging.getLogger("perdure")
 
@@ -99,7 +98,7 @@ class Engine:
         self._lock = threading.Lock()
         self._dead: EngineDead | None = None
         self._inbox = Inbox()
-        device = ThreadedRunner(self.resolved.runner)
+        device = self.resolved.device()
         self._loop = Loop(
             Scheduler(core, self._cursor),
             device,
@@ -111,7 +110,7 @@ class Engine:
             audit=self._audit,
         )
         self._thread = threading.Thread(target=self._run, name="perdure-loop", daemon=True)
-        self._threads = (self._thread, device.thread)
+        self._threads = (self._thread, *device.threads)
         self._thread.start()
 
     def _cursor(self, request: Request) -> TextCursor:
