@@ -8,6 +8,7 @@ PUBLIC = {
     "LLM": "perdure.engine.llm",
     "AsyncLLM": "perdure.engine.async_llm",
     "SamplingParams": "perdure.api.sampling",
+    "StructuredOutputsParams": "perdure.api.structured",
     "RequestOutput": "perdure.api.output",
     "EngineConfig": "perdure.api.config",
     "Checkpoint": "perdure.api.checkpoint",

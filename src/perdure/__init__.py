@@ -12,6 +12,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "SamplingParams",
+    "StructuredOutputsParams",
     "RequestOutput",
     "EngineConfig",
     "Checkpoint",
@@ -35,6 +36,7 @@ _HOMES = {
     "LLM": "perdure.engine.llm",
     "AsyncLLM": "perdure.engine.async_llm",
     "SamplingParams": "perdure.api.sampling",
+    "StructuredOutputsParams": "perdure.api.structured",
     "RequestOutput": "perdure.api.output",
     "EngineConfig": "perdure.api.config",
     "Checkpoint": "perdure.api.checkpoint",
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     )
     from perdure.api.output import RequestOutput
     from perdure.api.sampling import SamplingParams
+    from perdure.api.structured import StructuredOutputsParams
     from perdure.engine.async_llm import AsyncLLM
     from perdure.engine.llm import LLM
     from perdure.trace.trace import Trace

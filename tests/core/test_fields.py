@@ -59,7 +59,8 @@ SETTINGS: dict[str, Any] = {
     "priority": -4,
     "skip_reading_prefix_cache": True,
 }
-"""Every setting at another value than its default; detokenize=False goes without stop strings."""
+"""Every setting at another value than its default; detokenize=False goes without stop strings, and structured outputs
+without forced ids."""
 
 
 class Letters:
@@ -89,7 +90,7 @@ def lived() -> tuple[Bench, RequestState]:
     (state,) = bench.scheduler.requests.residents
     state.num_cached, state.num_pauses, state.num_evictions, state.num_checkpoints = 8, 2, 3, 4
     state.exact, state.epochs = False, [(0, 3), (2, 7)]
-    state.tried_at, state.paused_at, state.replay = 9, 5, 2
+    state.tried_at, state.paused_at, state.replay, state.waits_for = 9, 5, 2, "something"
     bench.launch()
     assert state.in_flight and state.num_output == 4 and state.pages and state.num_computed < state.num_planned
     return bench, state
@@ -113,7 +114,7 @@ def test_every_field_of_a_result_is_shown_by_something_and_nothing_else_is_named
 
 def test_every_setting_is_kept(lived: tuple[Bench, RequestState]) -> None:
     bench, state = lived
-    assert set(SETTINGS) == set(SamplingParams.__struct_fields__) - {"detokenize"}
+    assert set(SETTINGS) == set(SamplingParams.__struct_fields__) - {"detokenize", "structured_outputs"}
     defaults = SamplingParams()
     assert all(getattr(defaults, name) != value for name, value in SETTINGS.items())
     params = going_on(bench, take(state, bench.config.fingerprint)).request.params
@@ -123,6 +124,11 @@ def test_every_setting_is_kept(lived: tuple[Bench, RequestState]) -> None:
             assert getattr(params, name) == SETTINGS[name]
     without = replace(take(state, bench.config.fingerprint), params=replace(params, stop=(), detokenize=False))
     assert going_on(bench, without).request.params.detokenize is False
+    schema = {"type": "object", "properties": {"b": {"const": "\u00e9"}, "a": {"const": 1}}}
+    for asked in ({"json": schema, "disable_any_whitespace": True}, {"choice": ["yes", "no"]}, {"json_object": True}):
+        wanted = replace(params, forced_token_ids=None, structured_outputs=asked)
+        again = going_on(bench, replace(without, params=wanted))
+        assert again.request.params.structured_outputs == wanted.structured_outputs and again.waits_for
 
 
 @pytest.mark.parametrize("name", FIELDS["RequestState"])

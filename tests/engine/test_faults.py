@@ -244,6 +244,8 @@ def test_T16_logits_of_nan_end_one_request(make_llm: MakeLLM, tmp_path: Path) ->
 class Silent:
     """A tokenizer that raises at a chosen id; the rest is another's."""
 
+    spelling = None
+
     def __init__(self, tokenizer: Any, token: int) -> None:
         self._tokenizer, self._token = tokenizer, token
 

@@ -15,8 +15,9 @@ from perdure.api.event import Event
 from perdure.api.output import RequestOutput
 from perdure.api.request import Request
 from perdure.core.journal import read, replay
+from perdure.core.stopping import TextCursor
 from perdure.engine.resolve import Resolved, resolve
-from perdure.engine.text import Detokenizer
+from perdure.engine.spelling import text_cursor
 from tests.engine.conftest import MakeLLM
 from tests.engine.helpers import Brake, in_thread, pressure, prompt, settings
 from tests.models.helpers import run_python
@@ -113,9 +114,9 @@ def test_a_journal_replays_bit_for_bit(make_llm: MakeLLM, tiny: Path, tmp_path: 
         tokenizer = resolved.tokenizer
         assert tokenizer is not None
 
-        def cursor(request: Request) -> Detokenizer:
+        def cursor(request: Request) -> TextCursor:
             assert tokenizer is not None  # noqa: B023
-            return Detokenizer(tokenizer, request.params.skip_special_tokens)  # noqa: B023
+            return text_cursor(tokenizer, request.params.skip_special_tokens)  # noqa: B023
 
         file.seek(0)
         executed = replay(file, cursor, resolved.runner.execute)

@@ -17,7 +17,7 @@ from perdure import LLM, InvalidValue, SamplingParams
 from perdure.api.plan import StepPlan
 from perdure.core.journal import replay
 from perdure.core.stopping import TextCursor
-from perdure.engine.text import Detokenizer
+from perdure.engine.spelling import text_cursor
 from perdure.ops import sampling_reference as oracle
 from tests.engine.conftest import MakeAsync, MakeLLM, Solo
 from tests.engine.helpers import V, check_equal, constant_model, pressure, prompt, run_async, settings, whole_rows
@@ -252,7 +252,7 @@ def test_processors_by_name_and_in_their_order(make_llm: MakeLLM, tiny: Path, tm
 
     def cursor(request: Any) -> TextCursor:
         assert llm.tokenizer is not None
-        return Detokenizer(llm.tokenizer, True)
+        return text_cursor(llm.tokenizer, True)
 
     with journal.open("rb") as file:
         assert replay(file, cursor)

@@ -26,6 +26,7 @@ from perdure.api.scores import TokenScores
 from perdure.core.scheduler import Scheduler
 from perdure.core.state import RequestState
 from perdure.engine.loop import Inbox, Loop
+from perdure.engine.spelling import Spelling, sentencepiece, text_cursor
 from perdure.ops.philox import uniforms
 from perdure.runner import fake
 
@@ -108,19 +109,26 @@ class ScriptedDevice(fake.FakeDevice):
 
 
 class Pieces:
-    """Text for stop strings: an id's own piece, or the character of that number."""
+    """A tokenizer whose ids have each a piece of their own, or the character of that number; END is special.
+
+    A piece `<0xF0>` is one byte.
+    """
+
+    all_special_ids = (END,)
 
     def __init__(self, pieces: dict[int, str]) -> None:
-        self._pieces = pieces
+        self.pieces = pieces
+        self.spelling = Spelling(lambda token: self.pieces.get(token, chr(token)), (END,), sentencepiece)
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        return "".join(self._pieces.get(token, chr(token)) for token in token_ids)
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.spelling.decode(ids, skip_special_tokens)
 
 
 class Call:
     """One submitted request and all that was told of it.
 
-    token_ids, scores: as streamed. residencies: how many output tokens it had each time it was given a slot.
+    token_ids, scores: as streamed. told: what a stream is made of. residencies: how many output tokens it had each time
+    it was given a slot.
     """
 
     def __init__(self, stage: Stage, request: Request, script: Script) -> None:
@@ -131,11 +139,14 @@ class Call:
         self.refusal: ev.Failure | None = None
         self.token_ids: list[int] = []
         self.scores = TokenScores(listed_ids=request.params.logprob_token_ids)
+        self.told: list[ev.Progress | ev.Ended] = []
         self.residencies: list[int] = []
         self.num_ends = 0
 
     def take(self, event: ev.Event) -> None:
         assert not self.num_ends, f"{event} after the end of {self.request.request_id!r}"
+        if isinstance(event, (ev.Progress, ev.Ended)):
+            self.told.append(event)
         match event:
             case ev.Refused(_, request_id, failure):
                 assert request_id == self.request.request_id
@@ -176,15 +187,17 @@ class Call:
 class Stage:
     """A scheduler, its loop and a scripted device, turned by hand.
 
-    Pages are roomy unless num_pages is given. pieces: the text of ids, for stop strings. Other settings: `CoreConfig`.
+    Pages are roomy unless num_pages is given. pieces: the text of ids. Other settings: `CoreConfig`.
     """
 
     def __init__(self, depth: int = 1, *, pieces: dict[int, str] | None = None, **settings: Any) -> None:
         defaults: dict[str, Any] = {"num_pages": 320, "page_size": 16, "max_model_len": 256, "max_num_seqs": 16}
         defaults |= {"max_num_batched_tokens": 512, "vocab_size": VOCAB, "end_token_ids": (END,)}
         self.config = CoreConfig(**{**defaults, **settings})
-        self.pieces = pieces or {}
-        self.scheduler = Scheduler(self.config, lambda request: Pieces(self.pieces))
+        self.tokenizer = Pieces(pieces or {})
+        self.scheduler = Scheduler(
+            self.config, lambda request: text_cursor(self.tokenizer, request.params.skip_special_tokens)
+        )
         self.device = ScriptedDevice(self.config, self._script_of, self._on_launch)
         self.inbox = Inbox()
         self.loop = Loop(self.scheduler, self.device, self.inbox, self._publish, steps_in_flight=depth, check=True)
@@ -336,7 +349,7 @@ def solo(call: Call, num_tokens: int | None = None) -> ev.Record:
     stage = Stage(
         max_model_len=min(config.max_num_tokens, config.max_model_len),
         page_size=config.page_size,
-        pieces=call.stage.pieces,
+        pieces=call.stage.tokenizer.pieces,
         num_pages=-(-config.max_model_len // config.page_size),
     )
     params = replace(params, seed=call.ended.seed)

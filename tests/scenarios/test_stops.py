@@ -8,6 +8,7 @@ import pytest
 
 from perdure.api.command import KVMode
 from tests.scenarios.scripted import END, Call, Stage, check_equals_solo
+from tests.scenarios.streamed import shown
 from tests.witness import witness
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2, 4])
@@ -29,6 +30,7 @@ def check_stopped(call: Call, kind: str) -> None:
     assert (record.token_ids, record.finish_reason) == (SCRIPT[:8], "stop")
     assert record.stop is not None and (record.stop.reason, record.stop.num_matched) == EXPECTED[kind]
     assert record.scores is not None and record.scores.num_scored == 8
+    assert shown(call).text == ("AB<ENC<" if kind == "string" else "AB<ENC" if kind == "sequence" else "AB<ENC<EN")
     check_equals_solo(call)
 
 

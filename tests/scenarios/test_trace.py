@@ -75,10 +75,14 @@ def test_a_trace_agrees_with_the_scheduler(depth: int) -> None:
         life.run()
         timeline = trace_of(file).timeline
         tracks = {track.ticket: track for track in timeline.tracks}
-        assert set(tracks) == set(life.ended) - life.is_elsewhere
+        ended_here = set(life.ended) - life.is_elsewhere
+        refused_late = {ticket for ticket in life.refused if life.moments.get(ticket)} - life.is_elsewhere
+        assert set(tracks) == ended_here | refused_late
         assert timeline.num_refused == len(life.refused - life.is_elsewhere)
         for ticket, track in tracks.items():
-            if ticket not in life.went_on:  # a record counts what was before its checkpoint, too
+            if ticket in refused_late:
+                assert track.end_reason == "refused" and {span.state for span in track.spans} <= {"waiting"}
+            elif ticket not in life.went_on:  # a record counts what was before its checkpoint, too
                 check_track(track, life.ended[ticket])
             seen.update(span.state for span in track.spans)
         check_levels(timeline)

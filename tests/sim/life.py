@@ -18,6 +18,7 @@ from perdure.api import event as ev
 from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import CoreConfig
 from perdure.api.directive import Directive
+from perdure.api.event import Failure
 from perdure.api.fingerprint import Fingerprint
 from perdure.api.output import Stats
 from perdure.api.plan import StepOutput, StepPlan
@@ -124,6 +125,10 @@ class Life:
         self.went_on: dict[int, Checkpoint] = {}
         """By the ticket under which it went on."""
         self.is_elsewhere: set[int] = set()
+        self.unprepared: list[int] = []
+        """Those whose grammar is still being compiled, as it were."""
+        self.unmade: set[int] = set()
+        """Those whose grammar cannot be: refused, unless they have ended before."""
         self.must_refuse: set[int] = set()
         self.may_refuse: set[int] = set()
         self.next_ticket = 1
@@ -161,6 +166,8 @@ class Life:
                 self._take_checkpoint()
             elif roll < 0.80 and self.at_rest:
                 self._go_on()
+            if self.unprepared and self.rng.random() < 0.2:
+                self._prepare()
             self.loop.turn(block=False)
             self.elsewhere.loop.turn(block=False)
             if not to_submit and len(self.ended) + len(self.refused) == len(self.requests):
@@ -199,8 +206,23 @@ class Life:
             self.must_refuse.add(ticket)
         if self.faulty_device:
             self.may_refuse.add(ticket)
-        self.requests[ticket] = request
+        self._enter(request)
         self.send(cmd.Submit(request))
+
+    def _enter(self, request: Request) -> None:
+        self.requests[request.ticket] = request
+        if request.params.structured_outputs is not None:
+            self.unprepared.append(request.ticket)
+
+    def _prepare(self) -> None:
+        """Somebody's grammar, in any order, is there or cannot be; who has ended since hears of it too."""
+        rng = self.rng
+        ticket = self.unprepared.pop(rng.randrange(len(self.unprepared)))
+        failure = Failure("InvalidValue", "planted") if rng.random() < 0.15 else None
+        if failure is not None:
+            self.unmade.add(ticket)
+        inbox = self.elsewhere.inbox if ticket in self.is_elsewhere else self.inbox
+        inbox.put(cmd.Prepared(ticket, failure))
 
     def _live(self, there: bool = False) -> list[Request]:
         """Those that will be live, here or elsewhere, when what is sent now is applied."""
@@ -208,7 +230,7 @@ class Life:
             request
             for ticket, request in self.requests.items()
             if (ticket in self.is_elsewhere) == there
-            and not (ticket in self.ended or ticket in self.must_refuse or _ends_at_once(request))
+            and not (ticket in self.ended or ticket in self.must_refuse | self.unmade or _ends_at_once(request))
         ]
 
     def _take_checkpoint(self) -> None:
@@ -234,7 +256,7 @@ class Life:
             self.must_refuse.add(ticket)
         if not there and self.faulty_device:
             self.may_refuse.add(ticket)
-        self.requests[ticket] = request
+        self._enter(request)
         self.went_on[ticket] = checkpoint
         if there:
             self.is_elsewhere.add(ticket)
@@ -250,6 +272,7 @@ class Life:
         max_tokens = rng.choice((None, None, 0, 1, 3, 8, 20))
         least = 0 if max_tokens is None else max_tokens
         ids = lambda most: [rng.randrange(vocab) for _ in range(rng.randint(1, most))]  # noqa: E731
+        forced = ids(min(4, least)) if least and rng.random() < 0.15 else None
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=rng.randint(0, min(6, least)) if rng.random() < 0.3 else 0,
@@ -262,7 +285,8 @@ class Life:
             repetition_penalty=rng.choice((1.0, 1.0, 1.0, 1.3)),
             logits_processors=["any:function"] if rng.random() < 0.1 else [],
             logprob_token_ids=ids(2) if rng.random() < 0.1 else None,
-            forced_token_ids=ids(min(4, least)) if least and rng.random() < 0.15 else None,
+            forced_token_ids=forced,
+            structured_outputs={"regex": "any"} if forced is None and rng.random() < 0.15 else None,
             logprobs=rng.choice((None, None, 0, 2, -1)),
             prompt_logprobs=rng.choice((None, None, None, 0, 2)),
             priority=rng.choice((0, 0, 0, -1, 1)),
@@ -289,9 +313,14 @@ class Life:
                     self.orders.ended(ticket, record, ticket in self.is_elsewhere)
                 case ev.Refused(ticket, request_id, _):
                     assert ticket not in self.ended and ticket not in self.refused
-                    assert ticket in self.must_refuse | self.may_refuse, f"refused for no reason: {event}"
+                    assert ticket in self.must_refuse | self.may_refuse | self.unmade, f"for no reason: {event}"
                     assert request_id == self.requests[ticket].request_id
                     self.refused.add(ticket)
+                    if self.moments.get(ticket):
+                        assert [moment.kind for moment in self.moments[ticket]][:2] == ["queued", "held"]
+                        assert ticket in self.unmade and ticket not in self.parts
+                        self.marks["refused while held"] += 1
+                        self.orders.refused_late(ticket in self.is_elsewhere)
                 case ev.Progress(ticket, first, token_ids, scores, epoch):
                     is_free = ticket in self.is_elsewhere or first < self._num_known(ticket)
                     assert is_free or not self.orders.is_halted, "a token came while paused or suspended"
@@ -324,7 +353,7 @@ class Life:
             assert stats.num_running == stats.num_waiting == stats.num_paused == 0
             assert not scheduler.requests.states and not scheduler.requests.live, "something is kept after its end"
         if not self.faulty_device:
-            assert self.must_refuse == self.refused
+            assert self.must_refuse == self.refused - (self.unmade - self.must_refuse)
         self.orders.judge()
         self.marks["evictions"] += stats.num_evictions
         self.marks["pauses"] += stats.num_pauses
@@ -360,6 +389,8 @@ class Life:
                 self.marks[f"{record.finish_reason} after {min(record.num_checkpoints, 3)} checkpoints"] += 1
                 self.marks[f"went on {'elsewhere' if ticket in self.is_elsewhere else 'here'}"] += 1
         for ticket, checkpoint in self.taken:
+            if ticket in self.unmade and ticket in self.refused:
+                continue
             record, count = self.ended[ticket], checkpoint.num_output
             assert checkpoint.token_ids == record.token_ids[:count]
             if checkpoint.scores is not None and record.scores is not None:
@@ -384,7 +415,9 @@ class Life:
         assert record.num_cached_tokens < len(request.prompt_token_ids)
         ids, log = self.parts.get(request.ticket, ([], self._no_scores(request.ticket)))
         if request.stream:
-            assert ids == record.token_ids[: len(ids)] and len(ids) >= count - 1
+            kinds = [moment.kind for moment in self.moments[request.ticket]]
+            ended_held = kinds.count("held") > kinds.count("released")  # what it had already is told with its end
+            assert ids == record.token_ids[: len(ids)] and (len(ids) >= count - 1 or ended_held)
             assert record.scores is None or log == record.scores.cut(0, len(ids))
         else:
             assert not ids
@@ -434,7 +467,7 @@ def _judge_moments(moments: list[ev.Moment], record: ev.Record, past: Checkpoint
                 assert is_resident
                 is_resident = is_paused = False
             case kind:
-                assert kind in ("first_token", "checkpoint")
+                assert kind in ("first_token", "checkpoint", "held", "released")
 
 
 def _judge_scores(given: TokenScores | None, truth: list[tuple[float, list[int], list[float]]], asked: bool) -> None:

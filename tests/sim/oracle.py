@@ -40,7 +40,8 @@ def expected(
     forced = params.forced_token_ids or ()
     asked = params.max_tokens if params.max_tokens is not None or not forced else len(forced)
     budget = room if asked is None else min(asked, room)
-    end_ids = () if params.ignore_eos else config.end_token_ids
+    is_structured = params.structured_outputs is not None
+    end_ids = () if params.ignore_eos and not is_structured else config.end_token_ids
     settings = RowInit(
         slot=0,
         request=0,
@@ -55,7 +56,11 @@ def expected(
         num_logprobs=0,
         num_prompt_logprobs=0,
         processed_logprobs=False,
-        adjustments=Adjustments(repetition_penalty=params.repetition_penalty, functions=params.logits_processors),
+        adjustments=Adjustments(
+            repetition_penalty=params.repetition_penalty,
+            functions=params.logits_processors,
+            structure=params.structured_outputs,
+        ),
         forced_ids=params.forced_token_ids or (),
     )
     result = Expected()

@@ -17,6 +17,7 @@ BATCH = 125
 EVERYWHERE = (
     *(f"checkpoint while {status}" for status in ("waiting", "running", "paused")),
     *(f"{reason} after {count} checkpoints" for reason in ("stop", "length") for count in (1, 2)),
+    "refused while held",
 )
 """What the lives of every depth must have visited."""
 

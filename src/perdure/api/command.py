@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from perdure.api.checkpoint import Checkpoint
+from perdure.api.event import Failure
 from perdure.api.request import Request, RequestId
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -37,6 +38,13 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request_ids: list[RequestId] = []
     tickets: list[int] = []
     everything: bool = False
+
+
+class Prepared(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What a request waits for is ready, or cannot be made: then it is refused. request_ticket: its submitter's."""
+
+    request_ticket: int
+    failure: Failure | None = None
 
 
 class TakeCheckpoint(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -125,4 +133,4 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
 Order = Pause | Suspend | Resume | Reset | UpdateWeights
 """Commands that change the engine's state; each waits for those before it."""
 
-Command = Submit | Abort | TakeCheckpoint | Order | ResetPrefixCache | GetStats | Stop
+Command = Submit | Prepared | Abort | TakeCheckpoint | Order | ResetPrefixCache | GetStats | Stop

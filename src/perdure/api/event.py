@@ -1,6 +1,6 @@
 """What the engine loop reports, addressed by ticket.
 
-A request gets `Refused`, or any number of `Moment` and `Progress` and one `Ended`.
+A request gets any number of `Moment` and `Progress` and one `Ended`; or `Refused`, before any `Progress`.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "logprobs_mode": Policy("kept", "sent"),
         "logprob_token_ids": Policy("kept", "sent", "outputs.logprobs"),
         "forced_token_ids": Policy("kept", "sent", "outputs.token_ids"),
+        "structured_outputs": Policy("kept", "sent"),  # compiled again where it goes on
         "detokenize": Policy("kept", "sent"),
         "skip_special_tokens": Policy("kept", "sent"),
         "return_prompt": Policy("kept", "sent"),
@@ -73,6 +74,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "logprobs_mode": Policy("kept", "no"),
         "stops": Policy("made", "no"),  # of the settings and the budget, which is kept
         "status": Policy("anew", "no"),
+        "waits_for": Policy("anew", "no"),
         "tokens": Policy("kept", "no", "outputs.token_ids"),
         "scores": Policy("kept", "no", "outputs.logprobs"),
         "prompt_scores": Policy("kept", "no", "prompt_logprobs"),

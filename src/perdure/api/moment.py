@@ -8,6 +8,8 @@ import msgspec
 
 MomentKind = Literal[
     "queued",  # admitted, and waiting; detail: the request's id
+    "held",  # waits for something beside the loop; detail: what that is
+    "released",  # that is ready
     "scheduled",  # has a slot and pages; num_tokens: known tokens it has to compute before it goes on
     "chunk",  # so many of these were computed in one step
     "first_token",  # the first output token is known
@@ -17,7 +19,7 @@ MomentKind = Literal[
     "dropped",  # the same, because the whole engine's KV was dropped
     "checkpoint",  # a checkpoint of it was given out; num_tokens: output tokens so far
     "ended",  # detail: the finish reason; num_tokens: output tokens
-    "refused",  # never admitted; detail: the error's class
+    "refused",  # never begun; detail: the error's class
 ]
 
 

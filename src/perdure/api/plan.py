@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from perdure.api.structured import StructuredOutputsParams
+
 DEVICE_POSITION = -1
 """`start` of a row that goes on where its device row stands, with the token sampled last into that row."""
 
@@ -17,8 +19,9 @@ class Adjustments(msgspec.Struct, frozen=True, array_like=True):
     """What is done to a row's logits before its temperature, beyond the mask of `RowInit.masked_ids`.
 
     allowed_ids: None = all. bad_words: the last id of one cannot be sampled where the ids before it came just now.
-    functions: logits processors, by the names the runner knows them by. history: all known tokens of the request,
-    prompt first, where penalties, bad words or functions look back; the device appends what it samples.
+    functions: logits processors, by the names the runner knows them by. structure: what the output must be; with
+    ends_last an end id is allowed only where nothing else can follow. history: all known tokens of the request, prompt
+    first, where penalties, bad words, functions or structure look back; the device appends what it samples.
     """
 
     repetition_penalty: float = 1.0
@@ -29,6 +32,8 @@ class Adjustments(msgspec.Struct, frozen=True, array_like=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     functions: tuple[str, ...] = ()
     history: tuple[int, ...] = ()
+    structure: StructuredOutputsParams | None = None
+    ends_last: bool = False
 
     @property
     def has_penalties(self) -> bool:
@@ -37,7 +42,12 @@ class Adjustments(msgspec.Struct, frozen=True, array_like=True):
     @property
     def looks_back(self) -> bool:
         """Whether anything here depends on the tokens before."""
-        return self.has_penalties or bool(self.functions) or any(len(word) > 1 for word in self.bad_words)
+        return (
+            self.has_penalties
+            or bool(self.functions)
+            or self.structure is not None
+            or any(len(word) > 1 for word in self.bad_words)
+        )
 
 
 class RowInit(msgspec.Struct, frozen=True, array_like=True):

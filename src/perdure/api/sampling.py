@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.api.errors import InvalidValue
+from perdure.api.structured import StructuredOutputsParams, structured
 
 OutputKind = Literal["final", "delta", "cumulative"]
 LogprobsMode = Literal["raw", "processed"]
@@ -48,8 +49,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: texts or lists of ids that the output never completes, even where the prompt began them.
     logits_processors: functions, or `module:function`, called with (output ids, logits) or (prompt ids, output ids,
         logits); they see the model's logits before everything else.
-    Order: logits processors; logit bias, allowed ids and bad words; penalties; min-tokens mask; temperature; min_p;
-        top_k; renormalise; top_p over what is left.
+    Order: logits processors; logit bias, allowed ids, structured outputs and bad words; penalties; min-tokens mask;
+        temperature; min_p; top_k; renormalise; top_p over what is left.
     seed: None = derived from the engine's seed and the request's arrival. A draw depends on (seed, output position).
     stop: strings, matched in the decoded text at any token boundary; the earliest match in token order wins.
     stop_token_ids: single ids beside the model's end ids. stop_token_sequences: lists of ids over the whole output.
@@ -59,6 +60,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprob_token_ids: these ids' scores at each output position, beside the others.
     forced_token_ids: the output begins with these, scored as if they had been drawn; stops in them are ignored.
         max_tokens=None then means these and no more.
+    structured_outputs: the output is JSON of a schema, matches a pattern, is one of some texts or follows a grammar; a
+        `StructuredOutputsParams` or its fields as a dictionary. It ends with an end id where it is complete, whatever
+        ignore_eos says. Not together with forced_token_ids.
     """
 
     max_tokens: int | None = None
@@ -86,6 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs_mode: LogprobsMode | None = None
     logprob_token_ids: tuple[int, ...] | None = None
     forced_token_ids: tuple[int, ...] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     return_prompt: bool = False
@@ -104,6 +109,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             self._freeze(name, None if given is None else _ids(name, given))
         self._freeze("bad_words", _words(self.bad_words))
         self._freeze("logits_processors", _processors(self.logits_processors))
+        msgspec.structs.force_setattr(self, "structured_outputs", structured(self.structured_outputs))
         _integer("max_tokens", self.max_tokens, low=0, optional=True)
         _integer("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -128,6 +134,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidValue(
                     f"forced_token_ids holds {len(self.forced_token_ids)} ids, more than max_tokens={self.max_tokens}"
                 )
+        if self.forced_token_ids is not None and self.structured_outputs is not None:
+            raise InvalidValue("structured_outputs and forced_token_ids both say what the output is: give one of them")
         _integer("seed", self.seed, low=0, high=MAX_SEED, optional=True)
         _integer("logprobs", self.logprobs, low=ALL_LOGPROBS, optional=True)
         _integer("prompt_logprobs", self.prompt_logprobs, low=ALL_LOGPROBS, optional=True)

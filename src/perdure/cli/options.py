@@ -86,11 +86,27 @@ class SamplingOptions:
         list[str] | None, _sampling("A word never to say; may be repeated.", "--bad-word", metavar="TEXT")
     ] = None
     stop: Annotated[list[str] | None, _sampling("Stop before this text; may be repeated.")] = None
+    json_schema: Annotated[
+        Path | None, _sampling("Answer in JSON of the schema in this file.", "--json-schema", metavar="FILE")
+    ] = None
+    regex: Annotated[str | None, _sampling("Answer with a text that this pattern matches.")] = None
+    choice: Annotated[
+        list[str] | None, _sampling("Answer with this text, or another so given.", "--choice", metavar="TEXT")
+    ] = None
     ignore_eos: Annotated[bool, _sampling("Go on after the model's end.", "--ignore-eos")] = False
 
     def params(self, **others: Any) -> SamplingParams:
         """Settings of a request; what the user gave goes before `others`."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
+        structure = {
+            field: given.pop(option)
+            for option, field in (("json_schema", "json"), ("regex", "regex"), ("choice", "choice"))
+            if option in given
+        }
+        if self.json_schema is not None:
+            structure["json"] = _text_of("--json-schema", self.json_schema)
+        if structure:
+            given["structured_outputs"] = structure
         if self.logit_bias is not None:
             given["logit_bias"] = dict(_bias_from(one) for one in self.logit_bias)
         return SamplingParams(**(others | given))
@@ -131,6 +147,14 @@ def _bias_from(given: str) -> tuple[str, float]:
         return token.strip(), float(value)
     except ValueError:
         raise InvalidValue(f"--logit-bias: {given[:40]!r} is not ID=X, as in 42=-1.5") from None
+
+
+def _text_of(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise InvalidValue(f"{option}: {str(path)!r} cannot be read: {reason}") from None
 
 
 def ids_from(given: str) -> list[int]:

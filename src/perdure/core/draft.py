@@ -131,6 +131,8 @@ def _adjustments(state: RequestState) -> Adjustments | None:
         allowed_ids=params.allowed_token_ids,
         bad_words=tuple(word for word in params.bad_words or () if not isinstance(word, str)),
         functions=params.logits_processors,
+        structure=params.structured_outputs,
+        ends_last=params.structured_outputs is not None and params.ignore_eos,
     )
     if asked == Adjustments():
         return None

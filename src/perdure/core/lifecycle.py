@@ -37,7 +37,7 @@ REQUEST_MOVES: dict[Status, dict[Status, str]] = {
         Status.RUNNING: "takes a slot and pages",
         Status.FINISHED: "its last token was in flight when it was evicted, or nothing is to be computed",
         Status.ABORTED: "aborted",
-        Status.FAILED: "its step failed after it was evicted",
+        Status.FAILED: "its step failed after it was evicted, or it is refused: its grammar cannot be compiled",
     },
     Status.RUNNING: {
         Status.PAUSED: "no page for its next position",

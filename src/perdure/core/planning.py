@@ -1,7 +1,7 @@
 """`Planning`: which rows the next step computes.
 
 - A step first continues residents that decode, then those in prefill, then admits: first come, first served, nobody
-  overtakes. All of it under one token budget.
+  overtakes but whoever is ready goes past those whose grammar is not. All of it under one token budget.
 - Pages for a prefill are taken whole at admission, so a prefill never stalls; a decoding row takes one at a time.
 - Without a page somebody is put aside (`preempt`).
 - Work is O(rows), never O(context).
@@ -91,9 +91,11 @@ class Planning:
         return True
 
     def _admissible(self) -> RequestState | None:
-        """The first in the queue that a pause does not hold back, unless its own steps are still in flight."""
+        """The first in the queue that neither a pause nor what it waits for holds back, unless its own steps are still
+        in flight."""
         may_admit = self._control.may_admit
-        head = next((state for state in self._requests.waiting if may_admit(state.arrival)), None)
+        ready = (state for state in self._requests.waiting if not state.waits_for and may_admit(state.arrival))
+        head = next(ready, None)
         return None if head is None or head.in_flight else head
 
     def _admit_waiting(self, draft: PlanDraft) -> None:

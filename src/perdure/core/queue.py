@@ -1,7 +1,7 @@
 """Requests without slot and pages, in the order they are taken in.
 
 - First those whose KV was dropped with the whole engine's, in the order they shall be computed again; then (priority,
-  arrival). Nobody overtakes.
+  arrival). Nobody overtakes, but one that waits for something beside the loop lets the others past.
 """
 
 from __future__ import annotations

@@ -99,15 +99,25 @@ class Requests:
         stop: StopMatch | None = None,
         failure: Failure | None = None,
     ) -> None:
-        """The one end of a request, from whatever status."""
+        """The one end of a request that was let in, from whatever status."""
+        self._close(state, status)
+        self.events.append(ev.Ended(state.request.ticket, state.record(reason, stop, failure)))
+        self.forget_if_done(state)
+
+    def refuse(self, state: RequestState, failure: Failure) -> None:
+        """What it waited for cannot be made: it is refused, and has held nothing."""
+        assert state.waits_for and not state.num_residencies
+        self._close(state, Status.FAILED)
+        self.events.append(ev.Refused(state.request.ticket, state.request.request_id, failure))
+        self.forget_if_done(state)
+
+    def _close(self, state: RequestState, status: Status) -> None:
         if state.status is Status.WAITING:
             self.waiting.remove(state)
         state.move(status)
         del self.live[state.request.request_id]
         if state.is_resident:
             self._leave(state)
-        self.events.append(ev.Ended(state.request.ticket, state.record(reason, stop, failure)))
-        self.forget_if_done(state)
 
     def _leave(self, state: RequestState) -> None:
         """Give slot and pages back. Steps in flight may still write to them: whoever gets them next writes later."""
@@ -240,6 +250,7 @@ class Requests:
         self.pool.check([state.pages for state in self.residents])
         assert [s.order for s in self.residents] == sorted(s.order for s in self.residents)
         self.waiting.check()
+        assert not any(s.waits_for for s in self.residents)
         assert all(s.is_resident == (s.status in (Status.RUNNING, Status.PAUSED)) for s in self.states.values())
         assert {s.arrival for s in self.live.values()} == {s.arrival for s in (*self.residents, *self.waiting)}
         slots = [state.slot for state in self.residents]

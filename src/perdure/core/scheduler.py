@@ -45,6 +45,8 @@ class Scheduler:
         match command:
             case cmd.Submit(request, given):
                 self._submit(request, given)
+            case cmd.Prepared(ticket, failure):
+                self._prepared(ticket, failure)
             case cmd.Abort(request_ids, tickets, everything):
                 self._abort(request_ids, tickets, everything)
             case cmd.TakeCheckpoint():
@@ -79,8 +81,22 @@ class Scheduler:
         self.requests.add(state)
         if state.stops.max_output == 0 and not state.num_prompt_scores_missing:
             self.requests.end(state, Status.FINISHED, "length")
+        elif state.waits_for:
+            self.requests.note(state, "held", detail=state.waits_for)
         elif request.stream:
             self._committing.report_past(state)
+
+    def _prepared(self, ticket: int, failure: Failure | None) -> None:
+        """What this submitter's requests wait for is ready, or cannot be made; those that have ended do not care."""
+        held = [state for state in self.requests.live.values() if state.request.ticket == ticket and state.waits_for]
+        for state in held:
+            if failure is not None:
+                self.requests.refuse(state, failure)
+                continue
+            state.waits_for = ""
+            self.requests.note(state, "released")
+            if state.request.stream:
+                self._committing.report_past(state)
 
     def _check_may_submit(self, request: Request) -> None:
         if refusal := self._control.refusal:

@@ -49,6 +49,7 @@ class RequestState:
         "stops",
         "tokens",
         "tried_at",
+        "waits_for",
     )
 
     def __init__(self, request: Request, arrival: int, seed: int, logprobs_mode: LogprobsMode, stops: StopRule) -> None:
@@ -60,6 +61,8 @@ class RequestState:
         self.logprobs_mode = logprobs_mode
         self.stops = stops
         self.status = Status.WAITING
+        self.waits_for = "" if params.structured_outputs is None else "its grammar"
+        """What is made ready beside the loop before it may begin (`command.Prepared` says when); empty = nothing."""
         self.tokens = list(request.prompt_token_ids)
         self.scores = TokenScores(listed_ids=params.logprob_token_ids) if params.asks_scores else None
         self.prompt_scores = None if params.prompt_logprobs is None else TokenScores(leading_none=True)
@@ -108,7 +111,7 @@ class RequestState:
     @property
     def needs_host(self) -> bool:
         """Whether the host has a say between its tokens: it then has one step in flight at most."""
-        return bool(self.request.params.logits_processors)
+        return bool(self.request.params.logits_processors) or self.request.params.structured_outputs is not None
 
     @property
     def prompt_length(self) -> int:

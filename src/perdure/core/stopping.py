@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -34,35 +35,45 @@ class StopStrings:
         self._stops = stops
         self._longest = max(len(stop) for stop in stops)
         self._cursor = cursor
-        self._text = ""
+        self._tail = ""
+        """The end of the text: all that can still be part of a match."""
+        self._num_before = 0
+        """Characters before the tail."""
         self._begins: list[int] = []
         """Where each output token's text begins."""
 
     def push(self, token: int, counts: bool) -> StopMatch | None:
         """Of the matches completed by this token the one that ends first, and of those the longest."""
-        old = len(self._text)
-        self._begins.append(old)
+        self._begins.append(self._num_before + len(self._tail))
         try:
-            self._text += self._cursor.push([token])
+            new = self._cursor.push([token])
         except Exception as error:  # the tokenizer is not ours: its fault ends this request only
             raise StepFailed(f"no text could be made of token {token}: {type(error).__name__}: {error}") from error
-        if not counts:
-            return None
+        text, first_new = self._tail + new, len(self._tail)
+        found = self._first_match(text, first_new) if counts else None
+        kept = min(len(text), self._longest - 1)
+        self._num_before += len(text) - kept
+        self._tail = text[len(text) - kept :]
+        return found
+
+    def _first_match(self, text: str, first_new: int) -> StopMatch | None:
+        """In the tail with what is new."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
-            at = self._text.find(stop, max(0, old + 1 - len(stop)))
+            at = text.find(stop, max(0, first_new + 1 - len(stop)))
             if at >= 0 and (best is None or (at + len(stop), at) < best[:2]):
                 best = (at + len(stop), at, stop)
         if best is None:
             return None
-        num_matched = sum(1 for begin in self._begins if begin >= best[1])
-        return StopMatch(best[2], len(self._begins), num_matched, text_end=best[1], match_length=len(best[2]))
+        begin = self._num_before + best[1]
+        num_matched = len(self._begins) - bisect_left(self._begins, begin)
+        return StopMatch(best[2], len(self._begins), num_matched, text_end=begin, match_length=len(best[2]))
 
 
 class StopRule:
     """One request's stops, with everything that does not change resolved.
 
-    end_ids of the model count unless ignored; max_output is the budget after clipping.
+    end_ids of the model count unless ignored, and always after a grammar; max_output is the budget after clipping.
     """
 
     def __init__(self, request: Request, end_ids: Sequence[int], max_output: int, make_cursor: CursorFactory) -> None:
@@ -72,7 +83,7 @@ class StopRule:
         self.min_tokens = min(params.min_tokens, max_output + 1)  # more would mean the same: it ends by length
         self.num_forced = len(params.forced_token_ids or ())
         self.reasons: dict[int, int | None] = {token: token for token in params.stop_token_ids}
-        if not params.ignore_eos:
+        if not params.ignore_eos or params.structured_outputs is not None:  # a grammar ends where nothing else follows
             self.reasons.update(dict.fromkeys(end_ids))
         self.sequences = params.stop_token_sequences
         self.strings = StopStrings(params.stop, make_cursor(request)) if params.stop else None

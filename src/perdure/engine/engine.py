@@ -14,8 +14,9 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import Any, Protocol, get_args
 
 from msgspec.structs import replace
 
@@ -23,7 +24,7 @@ from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.config import EngineConfig
 from perdure.api.errors import EngineDead, InvalidValue, PerdureError
-from perdure.api.event import Event
+from perdure.api.event import Event, Failure
 from perdure.api.request import Request, RequestId
 from perdure.core.journal import Journal
 from perdure.core.scheduler import Scheduler
@@ -33,7 +34,7 @@ from perdure.engine.loop import Inbox, Loop
 from perdure.engine.progress import Reporter
 from perdure.engine.prompts import Prompt, checked_id, ids_to_abort, name_of
 from perdure.engine.resolve import Resolved, resolve
-from perdure.engine.text import Detokenizer
+from perdure.engine.spelling import text_cursor
 from perdure.models.weight_set import Source
 
 log = logging.getLogger("perdure")
@@ -117,7 +118,7 @@ class Engine:
         """Text for stop strings."""
         if self.tokenizer is None:
             raise InvalidValue(f"stop={list(request.params.stop)!r} needs text, but the model came without a tokenizer")
-        return Detokenizer(self.tokenizer, request.params.skip_special_tokens)
+        return text_cursor(self.tokenizer, request.params.skip_special_tokens)
 
     # Callers' threads
 
@@ -140,7 +141,24 @@ class Engine:
     def submit(self, submissions: list[tuple[cmd.Submit, Receiver]]) -> None:
         """Submit all of these with nothing in between. Raises `EngineDead`."""
         named: list[cmd.Command] = [replace(one, request=self._named(one.request)) for one, _ in submissions]
+        grammars = {
+            one.request.ticket: self.resolved.runner.grammars.hold(one.request.ticket, asked)
+            for one, _ in submissions
+            if (asked := one.request.params.structured_outputs) is not None
+        }
         self._send({one.request.ticket: receiver for one, receiver in submissions}, named)
+        for ticket, grammar in grammars.items():
+            grammar.add_done_callback(partial(self._prepared, ticket))
+
+    def _prepared(self, ticket: int, grammar: Future[Any]) -> None:
+        """On whichever thread: the request's grammar is there, or cannot be."""
+        if grammar.cancelled():
+            return  # the engine is closed
+        error = grammar.exception()
+        if error is not None and not isinstance(error, PerdureError):
+            error = InvalidValue(f"structured_outputs: {type(error).__name__}: {error}")
+        with contextlib.suppress(EngineDead):
+            self.send(cmd.Prepared(ticket, None if error is None else Failure.of(error)))
 
     def _named(self, request: Request) -> Request:
         """Functions cross by name; each is held until its request ends."""
@@ -278,6 +296,7 @@ class Engine:
             receiver = self._receivers.pop(event.ticket) if last else self._receivers[event.ticket]
             if last:
                 self.resolved.runner.functions.release(event.ticket)
+                self.resolved.runner.grammars.release(event.ticket)
             with _logging_faults():
                 receiver.deliver(event, time)
 
@@ -286,7 +305,7 @@ def _tickets_of(command: cmd.Command) -> list[int]:
     """Of whoever gets an answer to it."""
     if isinstance(command, cmd.Submit):
         return [command.request.ticket]
-    return [] if isinstance(command, cmd.Abort) else [command.ticket]
+    return [] if isinstance(command, cmd.Abort | cmd.Prepared) else [command.ticket]
 
 
 def _check_choice(name: str, value: object, allowed: object) -> None:

@@ -19,10 +19,10 @@ from tokenizers import Tokenizer as BPETokenizer
 
 from perdure.api.errors import ModelLoadError
 from perdure.engine.chat_template import Messages, Tools, refuse_missing_template, render
+from perdure.engine.spelling import SPACE, Spelling
 from perdure.models.gguf_file import GGUFFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of tokenizer.ggml.token_type
-SPACE = "\u2581"  # how SentencePiece spells one
 
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -122,6 +122,9 @@ class GGUFTokenizer:
         self.bos_token_id: int | None = metadata.get("tokenizer.ggml.bos_token_id")
         self.eos_token_id: int | None = metadata.get("tokenizer.ggml.eos_token_id")
         self.all_special_ids = tuple(i for i, kind in enumerate(types) if kind in (UNKNOWN, CONTROL))
+        spelling = Spelling.of(self._inner, self.all_special_ids)
+        assert spelling is not None
+        self.spelling: Spelling = spelling
         wants_bos = metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
         self.adds_bos = bool(wants_bos) and self.bos_token_id is not None
 
@@ -132,7 +135,7 @@ class GGUFTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self.spelling.decode(ids, skip_special_tokens)
 
     def apply_chat_template(
         self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
@@ -149,6 +152,9 @@ class GGUFTokenizer:
 
     def id_to_piece(self, token_id: int) -> str:
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else ""
+
+    def to_json(self) -> str:
+        return self._inner.to_str()
 
 
 def _byte_level(file: GGUFFile, pieces: list[str]) -> tuple[BPETokenizer, bool]:

@@ -9,6 +9,7 @@ import torch
 from perdure.api.config import CoreConfig, EngineConfig
 from perdure.api.errors import InvalidValue
 from perdure.models.weights import LoadedModel
+from perdure.runner.grammars import Grammars
 from perdure.runner.shapes import ShapeRules
 
 if TYPE_CHECKING:
@@ -45,13 +46,21 @@ def _largest_step(config: EngineConfig, loaded: LoadedModel, max_model_len: int)
     return peak
 
 
-def make_runner(config: EngineConfig, core: CoreConfig, loaded: LoadedModel) -> CudaRunner:
+def make_runner(config: EngineConfig, core: CoreConfig, loaded: LoadedModel, grammars: Grammars) -> CudaRunner:
     """Raises `MemoryError` where the pool has no room, `InvalidValue` for settings that do not fit."""
-    return _runner(config, loaded, num_pages=core.num_pages, max_model_len=core.max_model_len, captures=True)
+    return _runner(
+        config, loaded, num_pages=core.num_pages, max_model_len=core.max_model_len, captures=True, grammars=grammars
+    )
 
 
 def _runner(
-    config: EngineConfig, loaded: LoadedModel, *, num_pages: int, max_model_len: int, captures: bool
+    config: EngineConfig,
+    loaded: LoadedModel,
+    *,
+    num_pages: int,
+    max_model_len: int,
+    captures: bool,
+    grammars: Grammars | None = None,
 ) -> CudaRunner:
     from perdure.runner.cuda.runner import CudaRunner
 
@@ -81,6 +90,7 @@ def _runner(
             attention_backend=config.attention_backend,
             rules=rules,
             weights=loaded.weights,
+            grammars=grammars,
         )
     except ValueError as error:
         raise InvalidValue(str(error)) from None

@@ -22,6 +22,7 @@ from perdure.models.default import default_model_path
 from perdure.models.hub import find_on_hub, is_hub_id
 from perdure.models.weights import LoadedModel, load_model
 from perdure.runner.base import Device
+from perdure.runner.grammars import Grammars
 from perdure.runner.kv_store import kv_bytes_per_page
 from perdure.runner.runner import Runner
 from perdure.runner.worker import ThreadedRunner
@@ -122,9 +123,10 @@ def resolve(config: EngineConfig) -> Resolved:
         f"{loaded.num_parameters:,} parameters, {in_units(loaded.num_bytes)} in {dtype}"
     )
     core, page_bytes = _core_config(config, loaded)
-    runner: Runner | CudaRunner
     try:
-        runner = _runner(config, core, loaded) if config.device == "cpu" else on_cuda.make_runner(config, core, loaded)
+        grammars = Grammars(None if tokenizer is None else tokenizer.to_json, core.vocab_size, core.end_token_ids)
+        make = _runner if config.device == "cpu" else on_cuda.make_runner
+        runner = make(config, core, loaded, grammars)
     except (OSError, MemoryError, OverflowError) as error:
         wanted = core.num_pages * page_bytes
         raise InvalidValue(f"num_pages={core.num_pages}: no room for a KV pool of {wanted} bytes ({error})") from error
@@ -162,7 +164,7 @@ def _model_path(config: EngineConfig, reporter: Reporter) -> Path:
     return find_on_hub(config.model, show_bars=reporter.draws)
 
 
-def _runner(config: EngineConfig, core: CoreConfig, loaded: LoadedModel) -> Runner:
+def _runner(config: EngineConfig, core: CoreConfig, loaded: LoadedModel, grammars: Grammars) -> Runner:
     return Runner(
         loaded.model,
         num_pages=core.num_pages,
@@ -173,6 +175,7 @@ def _runner(config: EngineConfig, core: CoreConfig, loaded: LoadedModel) -> Runn
         attention_backend=config.attention_backend,
         row_tile=loaded.kernels.row_tile,
         weights=loaded.weights,
+        grammars=grammars,
     )
 
 

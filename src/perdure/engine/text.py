@@ -1,14 +1,14 @@
 """Ids to text at the engine's edge: incremental for streams and stop strings, once for results.
 
-- A result's text is one decode of its whole output; the parts of a stream joined are that text.
+- A result's text is one decode of its whole output; the parts of a stream joined are that text (`engine/spelling.py`).
 - A part never ends inside a character, and holds back only what can still become a stop.
-- Bytes that make no character become U+FFFD, in streams and results alike.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -17,43 +17,10 @@ from perdure.api.event import Failure, Record
 from perdure.api.output import CompletionOutput, RequestMetrics, RequestOutput
 from perdure.api.request import Request
 from perdure.api.scores import TokenScores
-from perdure.engine.tokenizer import Tokenizer
+from perdure.engine.spelling import text_cursor
 
-UNFINISHED = "\ufffd"
-"""What decoders put where bytes do not make a character; at the end of a text it may still become one."""
-
-MOST_PENDING = 16
-"""Ids without certain text that are kept waiting: more than any character's bytes."""
-
-
-class Detokenizer:
-    """Text that is certain, as ids arrive. Decodes a short window: a token costs the same however long the output."""
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._window: list[int] = []
-        self._known = 0
-        """How many ids of the window have their text given out; they stay because a decoder may need what is before."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that became certain with these further ids."""
-        given = []
-        for token in token_ids:
-            self._window.append(token)
-            old = self._decode(self._window[: self._known])
-            new = self._decode(self._window)
-            is_long = len(self._window) - self._known >= MOST_PENDING
-            if len(new) > len(old) and (is_long or not new.endswith(UNFINISHED)):
-                given.append(new[len(old) :])
-                del self._window[: self._known]
-                self._known = len(self._window)
-            elif is_long and new == old:  # only ids without text, such as special ones that are skipped
-                del self._window[self._known :]
-        return "".join(given)
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, self._skip) if token_ids else ""
+if TYPE_CHECKING:
+    from perdure.engine.tokenizer import Tokenizer
 
 
 def build_output(
@@ -143,8 +110,8 @@ class StreamBuilder:
         self._sequences = [list(s) for s in params.stop_token_sequences if len(s) > 1]
         self._stops = params.stop
         self._tokenizer = tokenizer
-        self._detokenizer = (
-            Detokenizer(tokenizer, params.skip_special_tokens) if tokenizer is not None and params.detokenize else None
+        self._cursor = (
+            text_cursor(tokenizer, params.skip_special_tokens) if tokenizer is not None and params.detokenize else None
         )
         self._token_ids: list[int] = []
         self._begins: list[int] = []
@@ -182,10 +149,10 @@ class StreamBuilder:
         """How many ids and how much text no later stop can take back."""
         held_ids = self._begun_sequence()
         text_ids = len(self._token_ids) - (0 if self._include_stop else held_ids)
-        if self._detokenizer is not None:
+        if self._cursor is not None:
             for token in self._token_ids[len(self._begins) : text_ids]:
                 self._begins.append(len(self._text))
-                self._text += self._detokenizer.push([token])
+                self._text += self._cursor.push([token])
         text_end = len(self._text) - (0 if self._include_stop else self._begun_string())
         num_ids = len(self._token_ids)
         if self._strip:

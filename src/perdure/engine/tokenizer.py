@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from perdure.api.errors import ModelLoadError, ModelNotFound
+from perdure.api.errors import InvalidValue, ModelLoadError, ModelNotFound
 from perdure.engine.chat_template import Messages, Tools, one_line, refuse_missing_template, refusing_bad_messages
 from perdure.engine.gguf_tokenizer import GGUFTokenizer
+from perdure.engine.spelling import Spelling
 from perdure.models.store import open_gguf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -33,6 +34,11 @@ class Tokenizer(Protocol):
     all_special_ids: tuple[int, ...]
     adds_bos: bool
 
+    @property
+    def spelling(self) -> Spelling | None:
+        """The bytes of its ids, where text is these joined; None = only `decode` knows."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
@@ -45,6 +51,10 @@ class Tokenizer(Protocol):
 
     def id_to_piece(self, token_id: int) -> str:
         """The vocabulary's own spelling of an id (bytes shown as letters); empty for an id it lacks."""
+        ...
+
+    def to_json(self) -> str:
+        """All of it as a tokenizer.json. Raises `InvalidValue` where it has no such form."""
         ...
 
 
@@ -79,6 +89,8 @@ class DirectoryTokenizer:
         # `all_special_ids` of transformers are the named ones only; decoding drops every token marked special.
         marked = (token_id for token_id, token in self._inner.added_tokens_decoder.items() if token.special)
         self.all_special_ids = tuple(sorted({*self._inner.all_special_ids, *marked}))
+        fast = getattr(self._inner, "backend_tokenizer", None)
+        self.spelling = None if fast is None else Spelling.of(fast, self.all_special_ids)
         self.adds_bos = self.bos_token_id is not None and self.encode("")[:1] == [self.bos_token_id]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -86,6 +98,8 @@ class DirectoryTokenizer:
         return list(self._inner.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if self.spelling is not None:
+            return self.spelling.decode(ids, skip_special_tokens)
         text: str = self._inner.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -104,3 +118,9 @@ class DirectoryTokenizer:
 
     def id_to_piece(self, token_id: int) -> str:
         return self._inner.convert_ids_to_tokens(token_id) or ""
+
+    def to_json(self) -> str:
+        inner = getattr(self._inner, "backend_tokenizer", None)
+        if inner is None:
+            raise InvalidValue(f"the tokenizer {type(self._inner).__name__} has no form for the `tokenizers` library")
+        return str(inner.to_str())

@@ -1,14 +1,14 @@
 """What is done to logits before their temperature, vectorised over rows with mixed settings.
 
-- In this order: logit bias; allowed ids; banned ids (bad words about to be completed); repetition penalty; frequency
-  and presence penalties; ids that would end a request too early.
+- In this order: logit bias; allowed ids; masks (what a grammar allows); banned ids (bad words about to be completed);
+  repetition penalty; frequency and presence penalties; ids that would end a request too early.
 - repetition: a logit x of an id in prompt or output becomes x / r where it is above 0, else x * r (Keskar et al.,
   "CTRL", 2019, with the sign rule of transformers and vLLM). frequency, presence: x - (f * count + p * (count > 0))
   over the output (OpenAI's API reference).
 - Each row is a function of its own logits, settings and history. Logits are never changed: a step that adjusts some
   rows gets a copy.
 
-Shapes: n rows, V = vocabulary, S = slots, P penalised rows, E ids of rows.
+Shapes: n rows, V = vocabulary, S = slots, P penalised rows, E ids of rows, W = words of 32 bits that hold V.
 """
 
 from __future__ import annotations
@@ -43,6 +43,14 @@ NO_IDS = RowIds(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
+class RowMasks:
+    """Of row[m] the ids whose bit is set in bits[m] [W] may be sampled: id i is bit i % 32 of word i // 32."""
+
+    row: Ids
+    bits: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class Penalties:
     """Row row[p] has the settings at p and the history in slot[p]: output_counts [S, V], how often each id is in the
     output, and in_prompt [S, V]."""
@@ -66,6 +74,7 @@ class StepAdjustments:
     banned: RowIds
     penalties: Penalties | None
     too_early: RowIds
+    masks: RowMasks | None = None
 
 
 def adjust(logits: Floats, asked: StepAdjustments) -> Floats:
@@ -77,6 +86,10 @@ def adjust(logits: Floats, asked: StepAdjustments) -> Floats:
         kept = x[at]
         x[np.unique(asked.allowed.row)] = -np.inf
         x[at] = kept
+    if asked.masks is not None:
+        for row, bits in zip(asked.masks.row.tolist(), asked.masks.bits, strict=True):
+            is_set = np.unpackbits(bits.view(np.uint8), bitorder="little", count=x.shape[1])
+            np.copyto(x[row], -np.inf, where=is_set == 0)
     x[asked.banned.row, asked.banned.id] = -np.inf
     if asked.penalties is not None:
         _penalise(x, asked.penalties)

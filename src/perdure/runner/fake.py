@@ -110,7 +110,7 @@ class FakeDevice:
         self._last_token = [0] * num_slots
         self._history: list[list[int]] = [[] for _ in range(num_slots)]
         self._host_has_a_say: set[int] = set()
-        """Requests whose rows call functions."""
+        """Requests whose rows call functions or follow a grammar."""
         self._failed: dict[int, str] = {}
         """Slots whose row failed: it fails in later launched steps too, until the slot gets another request."""
         self._queue: deque[FakeTicket] = deque()
@@ -130,7 +130,7 @@ class FakeDevice:
     def _check_one_draw_in_flight(self, plan: StepPlan) -> None:
         for init in plan.row_inits:
             self._host_has_a_say.discard(init.request)  # numbers begin anew after a reset
-            if init.adjustments is not None and init.adjustments.functions:
+            if init.adjustments is not None and (init.adjustments.functions or init.adjustments.structure is not None):
                 self._host_has_a_say.add(init.request)
         drawing = {r for other in self._queue for r, s in zip(other.plan.request, other.plan.sample, strict=True) if s}
         for request in plan.request:

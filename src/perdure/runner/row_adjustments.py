@@ -10,15 +10,16 @@ Shapes: S slots, V = vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.api.plan import Adjustments, RowInit
-from perdure.ops.adjust import Penalties, RowIds, StepAdjustments
+from perdure.ops.adjust import Penalties, RowIds, RowMasks, StepAdjustments
 from perdure.ops.select import Floats, Ids
 from perdure.runner.functions import Functions, Processor
+from perdure.runner.masks import Walk, Wanted
 
 NONE: Ids = np.empty(0, np.int64)
 
@@ -34,7 +35,12 @@ class Special:
     sequences: tuple[tuple[int, ...], ...]
     functions: tuple[str, ...]
     prompt_length: int
+    walk: Walk | None = None
     tokens: list[int] = field(default_factory=list)
+
+    @property
+    def keeps_tokens(self) -> bool:
+        return bool(self.sequences or self.functions) or self.walk is not None
 
     def banned(self) -> Ids:
         """Ids that would complete a bad word now."""
@@ -89,7 +95,7 @@ class RowAdjustments:
         self._output_counts[slots[counted], tokens[counted]] += 1
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
             special = self._special[slot]
-            if special is not None and (special.sequences or special.functions):
+            if special is not None and special.keeps_tokens:
                 special.tokens.append(token)
 
     def touches(self, slots: Ids, output_index: Ids) -> NDArray[np.bool_]:
@@ -103,7 +109,7 @@ class RowAdjustments:
         assert (one is None) == (two is None), f"slot {slot}: {one} is asked, the core says {two}"
         if one is None or two is None:
             return
-        for name in one.__slots__:
+        for name in (column.name for column in fields(one)):
             found, right = getattr(one, name), getattr(two, name)
             assert np.array_equal(found, right), f"slot {slot}: {name} is {found}, the core says {right}"
         if self._is_penalised[slot]:
@@ -132,7 +138,16 @@ class RowAdjustments:
         prompt, output = special.tokens[: special.prompt_length], special.tokens[special.prompt_length :]
         return processor(prompt, output, logits)
 
-    def of(self, slots: Ids, output_index: Ids) -> StepAdjustments | None:
+    def wanted_masks(self, slots: Ids) -> list[Wanted]:
+        """What the grammars of these rows will be asked, to draw their next tokens."""
+        found = []
+        for slot in slots[self._is_special[slots]].tolist():
+            special = self._special[slot]
+            if special is not None and special.walk is not None:
+                found.append(Wanted(slot, special.walk, special.tokens, special.prompt_length))
+        return found
+
+    def of(self, slots: Ids, output_index: Ids, masks: RowMasks | None = None) -> StepAdjustments | None:
         """For drawing the tokens of these output indices; None = no row asks for anything."""
         early = np.flatnonzero(output_index < self._min_tokens[slots]).tolist()
         asking = np.flatnonzero(self._is_special[slots]).tolist()
@@ -154,6 +169,7 @@ class RowAdjustments:
             banned=RowIds.of(banned),
             penalties=self._penalties(slots),
             too_early=RowIds.of([(row, self._masked_ids[int(slots[row])]) for row in early]),
+            masks=masks,
         )
 
     def _penalties(self, slots: Ids) -> Penalties | None:
@@ -173,14 +189,15 @@ class RowAdjustments:
 
 
 def _special(asked: Adjustments, prompt_length: int) -> Special:
-    sequences = tuple(word for word in asked.bad_words if len(word) > 1)
-    return Special(
+    special = Special(
         bias_ids=np.array([token for token, _ in asked.logit_bias], np.int64),
         bias_values=np.array([value for _, value in asked.logit_bias], np.float32),
         allowed=None if asked.allowed_ids is None else np.array(asked.allowed_ids, np.int64),
         always_banned=np.array([word[0] for word in asked.bad_words if len(word) == 1], np.int64),
-        sequences=sequences,
+        sequences=tuple(word for word in asked.bad_words if len(word) > 1),
         functions=asked.functions,
         prompt_length=prompt_length,
-        tokens=list(asked.history) if sequences or asked.functions else [],
+        walk=None if asked.structure is None else Walk(asked.structure, asked.ends_last),
     )
+    special.tokens = list(asked.history) if special.keeps_tokens else []
+    return special

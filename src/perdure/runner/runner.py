@@ -24,8 +24,10 @@ from perdure.ops.kv_write import plan_kv_write
 from perdure.ops.native import library
 from perdure.runner.failed_rows import with_rows, without_rows
 from perdure.runner.functions import Functions
+from perdure.runner.grammars import Grammars
 from perdure.runner.inputs import pack
 from perdure.runner.kv_store import KVStore
+from perdure.runner.masks import Masks
 from perdure.runner.row_store import RowStore
 from perdure.runner.sampler import Sampler, ScoreEntries
 
@@ -36,6 +38,7 @@ class Runner:
     attention_backend: "auto" or a name of `ops.attention.FORMS`; the attribute of that name says what was chosen, and
     `attention` says it with everything that its bits depend on.
     weights: of the model, for directives about them; None = there are none.
+    grammars: what rows with structured outputs are held to; None = there are no such rows.
     row_tile: pad a step's rows to a multiple of it, where the model's products would do it otherwise.
     ValueError: an unknown backend, or one that cannot do what was asked or what the model needs.
     """
@@ -52,6 +55,7 @@ class Runner:
         attention_backend: str = "auto",
         row_tile: int = 1,
         weights: WeightSet | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         config = model.config
         shape = CacheShape(config.num_heads, config.num_kv_heads, config.head_dim, num_pages, page_size)
@@ -72,7 +76,9 @@ class Runner:
         self._failed: dict[int, str] = {}
         self._kv = KVStore(config, num_pages, page_size)
         self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size), config.vocab_size)
-        self._sampler = Sampler(model, self._rows, self._row_tile)
+        self.grammars = grammars or Grammars(None, config.vocab_size, ())
+        self._masks = Masks(self.grammars, config.vocab_size)
+        self._sampler = Sampler(model, self._rows, self._masks, self._row_tile)
 
     @property
     def functions(self) -> Functions:
@@ -85,8 +91,10 @@ class Runner:
         return self._kv.num_bytes
 
     def release(self) -> None:
-        """Give the pool's memory back, once nothing will be executed any more."""
+        """Give the pool's memory and threads back, once nothing will be executed any more."""
         self._kv.release()
+        self._masks.close()
+        self.grammars.close()
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run the step. A row's own failure is an entry of `errors`; an exception means that the whole step failed, and
@@ -177,6 +185,7 @@ class Runner:
             kv_write.run(k.float(), v.float(), cache)  # pages are fp32, whatever the model computes in
             return planned[self._kinds[layer]].run(q.float(), cache).to(q.dtype)
 
+        self._masks.begin(self._rows.adjustments.wanted_masks(step.slots[step.sampled]))
         hidden = self._model.forward(torch.from_numpy(step.token_ids), torch.from_numpy(step.positions), attend)
 
         errors: dict[int, str] = {}

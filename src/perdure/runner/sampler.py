@@ -21,19 +21,26 @@ from perdure.ops.adjust import adjust
 from perdure.ops.sampling import Scores, processed, sample, score, unusable_rows
 from perdure.ops.select import Floats
 from perdure.runner.inputs import Ints, Targets
+from perdure.runner.masks import Masks
 from perdure.runner.row_store import RowStore
 
 TARGET_SLICE = 128  # prompt rows whose logits exist at once
 BAD_LOGITS = "the model's logits hold NaN or no finite value"
 NOTHING_LEFT = "what the request asked leaves no usable logits to sample from: all excluded, or NaN"
 
+NOTHING_ALLOWED = NOTHING_LEFT + "; structured_outputs allows some ids here, the other settings none of them"
+
 
 class Sampler:
-    """`errors` of its methods: {the plan's row: message} of one step, filled as its logits are seen."""
+    """`errors` of its methods: {the plan's row: message} of one step, filled as its logits are seen.
 
-    def __init__(self, model: Model, rows: RowStore, row_tile: int) -> None:
+    masks: begun for the step before its logits are made.
+    """
+
+    def __init__(self, model: Model, rows: RowStore, masks: Masks, row_tile: int) -> None:
         self._model = model
         self._rows = rows
+        self._masks = masks
         self._row_tile = row_tile
 
     def score_targets(
@@ -99,13 +106,15 @@ class Sampler:
         """What temperature is applied to: the logits after all that was asked, or these themselves if nothing was. And
         why rows failed by it, by index."""
         asked_of = self._rows.adjustments
-        failed: dict[int, str] = {}
+        masks, failed = self._masks.take(slots)
         x = asked_of.call_functions(slots, logits, failed)
-        asked = asked_of.of(slots, self._rows.output_index(slots, positions))
+        asked = asked_of.of(slots, self._rows.output_index(slots, positions), masks)
         if asked is not None:
             x = adjust(x, asked)
         if x is not logits:
-            failed = dict.fromkeys(np.flatnonzero(unusable_rows(x)).tolist(), NOTHING_LEFT) | failed
+            masked = () if masks is None else masks.row.tolist()
+            nothing = np.flatnonzero(unusable_rows(x)).tolist()
+            failed = {row: NOTHING_ALLOWED if row in masked else NOTHING_LEFT for row in nothing} | failed
         return x, failed
 
     def _logits(self, hidden: torch.Tensor, rows: Ints) -> Floats:

@@ -138,9 +138,10 @@ class Track:
                 self._is_resident = self._is_paused = False
                 self.num_evictions += moment.kind == "evicted"
                 self.num_puts_back += 1
-            case "ended":
+            case "ended" | "refused":
                 self._close(time)
-                self.ended, self.end_reason, self.num_output = time, str(moment.detail), moment.num_tokens
+                reason = str(moment.detail) if moment.kind == "ended" else moment.kind
+                self.ended, self.end_reason, self.num_output = time, reason, moment.num_tokens
             case kind:
                 self.marks.append(Mark(kind, time, moment.num_tokens))
 
@@ -200,12 +201,13 @@ class Timeline:
     def _tell(self, moment: Moment, time: float) -> None:
         if moment.kind == "refused":
             self.num_refused += 1
-            return
+            if moment.ticket not in self._live:
+                return
         if moment.kind == "queued":
             self._live[moment.ticket] = track = Track(moment, time)
             self.tracks.append(track)
         self._live[moment.ticket].take(moment, time)
-        if moment.kind == "ended":
+        if moment.kind in ("ended", "refused"):
             del self._live[moment.ticket]
 
     def _set_engine(self, state: str, time: float) -> None:

@@ -37,7 +37,9 @@ from perdure.runner.cuda.step import StepColumns, StepSize, blocks_of
 from perdure.runner.cuda.ticket import Launched, StagedStep, Staging, StepTicket
 from perdure.runner.failed_rows import with_rows, without_rows
 from perdure.runner.functions import Functions
+from perdure.runner.grammars import Grammars
 from perdure.runner.inputs import Ints, PackedStep, Targets, pack
+from perdure.runner.masks import Masks
 from perdure.runner.row_store import RowStore
 from perdure.runner.sampler import TARGET_SLICE, Sampler, ScoreEntries
 from perdure.runner.shapes import Shape, ShapeRules, shapes
@@ -48,7 +50,8 @@ class CudaRunner:
     """One model on one device (`perdure.runner.base.Device`).
 
     max_num_batched_tokens: the most tokens of a step. rules: of the shapes to capture; None = every step runs as it is.
-    weights: of the model, for directives about them; None = there are none.
+    weights: of the model, for directives about them; None = there are none. grammars: what rows with structured outputs
+    are held to.
     ValueError: an unknown attention backend. MemoryError: no room for the pool.
     """
 
@@ -66,6 +69,7 @@ class CudaRunner:
         attention_backend: str = "auto",
         rules: ShapeRules | None = None,
         weights: WeightSet | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         config = model.config
         cache = CacheShape(config.num_heads, config.num_kv_heads, config.head_dim, num_pages, page_size)
@@ -83,7 +87,9 @@ class CudaRunner:
         self.threads: tuple[Thread, ...] = ()
         self._failed: dict[int, str] = {}
         self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size), config.vocab_size)
-        self._sampler = Sampler(model, self._rows, 1)
+        self.grammars = grammars or Grammars(None, config.vocab_size, ())
+        self._masks = Masks(self.grammars, config.vocab_size)
+        self._sampler = Sampler(model, self._rows, self._masks, 1)
         with torch.inference_mode():
             self._kv = DevicePages(config, num_pages, page_size, dtype, device)
             self._table = torch.zeros(self._rows.block_table.shape, dtype=torch.int32, device=device)
@@ -147,7 +153,9 @@ class CudaRunner:
             torch.cuda.synchronize(self._device)
 
     def release(self) -> None:
-        """Give the pool's memory back, once nothing will be executed any more."""
+        """Give the pool's memory and threads back, once nothing will be executed any more."""
+        self._masks.close()
+        self.grammars.close()
         self.graphs = None
         self._kv.release()
 
@@ -202,6 +210,7 @@ class CudaRunner:
         step = pack(plan, self._rows, self._page_size, 1)
         self._rows.advance(step.slots, step.ends)
         on_device, on_host = self._split_sampled(step)
+        self._masks.begin(self._rows.adjustments.wanted_masks(step.slots[step.sampled[on_host]]))
         rows = step.sampled[on_device]
         launched = Launched(plan.step, plan.request, rows, step.slots[rows], step.slots)
         staged = self._staging.take()

@@ -1,0 +1,154 @@
+"""Grammars, compiled once for the engine's tokenizer, by what was asked. llguidance does the work.
+
+- Compiling has threads of its own, beside the loop and the runner; the first one also prepares the tokenizer.
+- What cannot be compiled, and what no text satisfies, is an `InvalidValue` that names field and value.
+- A grammar is kept while a request holds it, and the latest ones a while longer.
+- llguidance is an extra, and loaded here only.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from perdure.api.errors import InvalidValue
+from perdure.api.structured import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+NUM_THREADS = 2
+NUM_IDLE = 64
+"""Grammars kept that no request holds."""
+SPACE = r"[ ]|\r?\n[ \t]{0,32}"
+"""Between the parts of JSON: what people and pretty-printers write, and no more of it, so that a schema that bounds its
+values bounds the output."""
+MISSING = "structured_outputs needs llguidance, which is not installed: pip install 'perdure[structured]'"
+
+
+@dataclass(slots=True)
+class _Entry:
+    matcher: Future[LLMatcher]
+    num_holders: int = 0
+
+
+class Grammars:
+    """tokenizer_json: the tokenizer in the form of Hugging Face's `tokenizers`, asked once; None = there is none.
+
+    vocab_size: the width of the logits; ids that the tokenizer lacks are never allowed. end_ids: what ends an output.
+    """
+
+    def __init__(self, tokenizer_json: Callable[[], str] | None, vocab_size: int, end_ids: Sequence[int]) -> None:
+        self.end_ids = tuple(end_ids)
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._entries: dict[StructuredOutputsParams, _Entry] = {}
+        """The one held last stands last."""
+        self._holds: dict[int, StructuredOutputsParams] = {}
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "perdure-grammars")
+
+    def hold(self, ticket: int, asked: StructuredOutputsParams) -> Future[LLMatcher]:
+        """Compile what a request asked, unless that is done; it stays until `release`. The future is done when the
+        grammar is ready, or raises `InvalidValue`."""
+        with self._lock:
+            entry = self._entries.pop(asked, None) or _Entry(self._pool.submit(self._compile, asked))
+            entry.num_holders += 1
+            self._entries[asked] = entry
+            self._holds[ticket] = asked
+        return entry.matcher
+
+    def release(self, ticket: int) -> None:
+        with self._lock:
+            asked = self._holds.pop(ticket, None)
+            if asked is None:
+                return
+            self._entries[asked].num_holders -= 1
+            idle = [other for other, entry in self._entries.items() if not entry.num_holders]
+            for other in idle[:-NUM_IDLE]:
+                del self._entries[other]
+
+    def matcher(self, asked: StructuredOutputsParams) -> LLMatcher:
+        """A new one, at the start of an output. Its grammar is compiled here if nobody holds it any more, as for the
+        last step of a request that has ended. Raises `InvalidValue`."""
+        with self._lock:
+            entry = self._entries.get(asked)
+        compiled = self._compile(asked) if entry is None else entry.matcher.result()
+        with self._lock:
+            return compiled.deep_copy()
+
+    def close(self) -> None:
+        """What has begun to be compiled is finished, the rest is cancelled."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _compile(self, asked: StructuredOutputsParams) -> LLMatcher:
+        try:
+            import llguidance
+        except ImportError:
+            raise InvalidValue(MISSING) from None
+        tokenizer = self._ready_tokenizer()
+        try:
+            grammar = _grammar_of(asked)
+        except ValueError as error:
+            raise InvalidValue(f"{asked.shown}: {_told_briefly(str(error))}") from None
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first mask finds what building did not
+        if fault := fault_of(matcher):
+            raise InvalidValue(f"{asked.shown}: {fault}")
+        return matcher
+
+    def _ready_tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                if self._tokenizer_json is None:
+                    raise InvalidValue("structured_outputs needs text, but the model came without a tokenizer")
+                if not self.end_ids:
+                    raise InvalidValue("structured_outputs ends with an end id, and this model has none")
+                try:
+                    self._tokenizer = LLTokenizer(
+                        self._tokenizer_json(), n_vocab=self._vocab_size, eos_token=list(self.end_ids)
+                    )
+                except ValueError as error:
+                    raise InvalidValue(f"structured_outputs: this tokenizer cannot be used: {error}") from None
+            return self._tokenizer
+
+
+def fault_of(matcher: LLMatcher) -> str:
+    """Why an output cannot go on, once its mask was computed; empty if it can, or is complete."""
+    return _told_briefly(matcher.get_error()) if matcher.is_error() else ""
+
+
+def _grammar_of(asked: StructuredOutputsParams) -> str:
+    from llguidance import LLMatcher, grammar_from
+
+    match asked.kind:
+        case "json":
+            compact = asked.disable_any_whitespace
+            options: Any = {"whitespace_flexible": False} if compact else {"whitespace_pattern": SPACE}
+            return LLMatcher.grammar_from_json_schema(asked.text, defaults=options)
+        case "regex":
+            return LLMatcher.grammar_from_regex(asked.text)
+        case "choice":
+            choices = " | ".join(json.dumps(one) for one in dict.fromkeys(asked.choice or ()))
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n")
+        case "grammar":
+            return grammar_from("grammar", asked.text)
+
+
+def _told_briefly(message: str) -> str:
+    """The line of llguidance's message that says what is wrong; the others show where, in its own notation."""
+    if message.startswith("NoExtensionBias"):
+        return "nothing can follow that satisfies it"
+    lines = [line.strip() for line in message.splitlines() if line.strip() and "<non-verbose/>" not in line]
+    at_fault = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (at_fault or lines or ["the grammar cannot be compiled"])[0]

@@ -1,0 +1,35 @@
+"""Kernels in Triton and the runner for CUDA: on a GPU where there is one, else on the CPU in Triton's interpreter.
+
+- The interpreter must be chosen before a kernel is defined, so it is chosen here, before any test is imported.
+- It runs a program in milliseconds and gets bfloat16 wrong: sizes are small there, and types are float32 and float16.
+"""
+
+import os
+
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if ON_GPU else "cpu")
+
+
+@pytest.fixture(params=["float32", "float16", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    if request.param == "bfloat16" and not ON_GPU:
+        pytest.skip("Triton's interpreter is wrong in bfloat16")
+    return getattr(torch, request.param)
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    if not ON_GPU:
+        pytest.skip("no CUDA device here")
+    return torch.device("cuda")
