@@ -17,6 +17,7 @@ ROWS = 256 if ON_GPU else 8
 
 def columns(rows: int, rng: np.random.Generator, **fixed: float) -> sampling.SamplingColumns:
     """Mixed settings, a column of them fixed."""
+
     def drawn(name, values):
         return np.full(rows, fixed[name]) if name in fixed else rng.choice(values, rows)
 
@@ -52,7 +53,9 @@ def settings(of: sampling.SamplingColumns, device: torch.device) -> Settings:
 
 
 def draw(logits: np.ndarray, of: sampling.SamplingColumns, device: torch.device) -> tuple[list[int], list[int]]:
-    tokens, bad, last = (torch.full((len(logits) + extra,), -7, dtype=torch.int32, device=device) for extra in (0, 0, 1))
+    tokens, bad, last = (
+        torch.full((len(logits) + extra,), -7, dtype=torch.int32, device=device) for extra in (0, 0, 1)
+    )
     draw_tokens(torch.from_numpy(logits).to(device), settings(of, device), tokens, bad, last)
     assert last.tolist() == [*tokens.tolist(), -7]
     return tokens.tolist(), bad.tolist()

@@ -155,7 +155,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidValue("batch_invariant=True is not there on device='cuda' yet: leave it out or say False")
         for name, fitting in _ON_CUDA:
             if getattr(self, name) not in fitting:
-                raise InvalidValue(f"{name}={getattr(self, name)!r} is not for device='cuda': {', '.join(map(str, fitting))}")
+                raise InvalidValue(
+                    f"{name}={getattr(self, name)!r} is not for device='cuda': {', '.join(map(str, fitting))}"
+                )
 
     def _check_quantization(self) -> None:
         """Only the compiled kernels read blocks, and they compute in float32."""

@@ -101,6 +101,8 @@ def describe(config: EngineConfig, runner: CudaRunner) -> dict[str, Any]:
     captured = [] if runner.graphs is None else [shape.num_tokens for shape in runner.graphs.shapes]
     return {
         "gpu_memory_utilization": config.gpu_memory_utilization,
-        "cuda_graphs": f"{len(captured)}, of up to {max(captured)} tokens" if captured else "none: every step runs eagerly",
+        "cuda_graphs": f"{len(captured)}, of up to {max(captured)} tokens"
+        if captured
+        else "none: every step runs eagerly",
         "cuda_graph_sizing": config.cuda_graph_sizing,
     }

@@ -178,7 +178,9 @@ class CudaRunner:
         match directive:
             case Sleep(kv, weights, pages):
                 if weights != "keep":
-                    raise DeviceError(f"weights={weights!r}: weights cannot be put away on CUDA yet; give weights='keep'")
+                    raise DeviceError(
+                        f"weights={weights!r}: weights cannot be put away on CUDA yet; give weights='keep'"
+                    )
                 if kv == "offload":
                     self._kv.offload(pages)
                 elif kv == "recompute":
@@ -332,7 +334,9 @@ class CudaRunner:
         if num_top.min() < 0:
             return [], self._sampler.score_targets(hidden, targets, step.slots, errors)
         parts = range(0, len(targets.row), TARGET_SLICE)
-        return [self._score_part(hidden, targets, num_top, slice(low, low + TARGET_SLICE)) for low in parts], ScoreEntries()
+        return [
+            self._score_part(hidden, targets, num_top, slice(low, low + TARGET_SLICE)) for low in parts
+        ], ScoreEntries()
 
     def _score_part(self, hidden: Tensor, targets: Targets, num_top: Ints, part: slice) -> PendingScores:
         at = to_device([targets.hidden_row[part].tolist(), targets.token[part].tolist()], torch.int64, self._device)
