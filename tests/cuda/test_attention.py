@@ -26,13 +26,14 @@ def blocks_of(offsets, starts, rows, size):
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("page_size", [4, 5, 16, 256])
+@pytest.mark.parametrize(
+    ("page_size", "kind"), [(16, kind) for kind in KINDS] + [(4, "plain"), (5, "both"), (256, "plain")]
+)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_against_the_reference(device, dtype, heads, page_size, kind):
     """Rows of one query and prompts in one batch, over shuffled pages; what is not seen is NaN."""
-    if not ON_GPU and (dtype != torch.float32, page_size == 5, kind == "plain").count(True) > 1:
-        pytest.skip("one odd thing at a time in the interpreter")
+    if heads != HEADS[ON_GPU * 3] and (dtype != torch.float32 or page_size != 16):
+        pytest.skip("other types and pages with one size of heads")
     num_heads, num_kv_heads, dim = heads
     width = -(-max(s + n for s, n in zip(STARTS, LENGTHS)) // page_size)
     num_rows, num_pages = len(LENGTHS), len(LENGTHS) * width + 3

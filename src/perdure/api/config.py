@@ -60,17 +60,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs requests of full length, within a quarter of the memory that is free.
     seed: what the seeds of requests without one are derived from, with their arrival. seed_policy: "per_replica" =
     with this engine's index, `replica`, too, so that replicas draw differently; "shared" = without it.
-    device: "auto" = cuda where there is one. max_num_batched_tokens: most positions computed in one step; None = 512 on a
-    CPU, 8192 on CUDA. steps_in_flight: 1 = plan only after the step before is known, 2 = overlapped, up to 4.
+    device: "auto" = cuda where there is one. max_num_batched_tokens: most positions computed in one step; None = 512 on
+    a CPU, 8192 on CUDA. steps_in_flight: 1 = plan only after the step before is known, 2 = overlapped, up to 4.
     batch_invariant: bitwise results whatever the schedule; None = on a CPU, and not on CUDA, which has no such forms
     yet. on_mismatch: whether a
     checkpoint whose bits come from another kind of engine goes on, with `exact=False` in its result, or is refused.
     paused_pages: how many pages requests that wait for one may keep together, others are evicted and computed again;
     None = a tenth of the pool. admit_beside_paused: False = while a request waits so, no other is taken in.
-    gpu_memory_utilization: how much of the device's memory all of it may take, as a part; what weights and a step leave
-    of that is the pool. num_cuda_graphs: sizes of steps that are captured, -1 = as many as the rule has, 0 = none;
-    cuda_graph_sizing: the rule (`runner.shapes`); cuda_graph_max_tokens: of a captured step, with cuda_graph_all_prefills
-    max_num_batched_tokens; cuda_graph_mixed_prefill: prompts in a captured step that has some, 0 = none are captured.
+    gpu_memory_utilization: how much of the device's memory all of it may take, as a part; what weights and a step
+    leave of that is the pool. num_cuda_graphs: sizes of steps that are captured, -1 = as many as the rule has, 0: none;
+    cuda_graph_sizing: the rule (`runner.shapes`); cuda_graph_max_tokens: of a captured step, or, with
+    cuda_graph_all_prefills, max_num_batched_tokens; cuda_graph_mixed_prefill: prompts in a captured step that has some,
+    0 = none are captured.
     attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own. quantization:
     "gguf" keeps the blocks of a GGUF file as they are instead of expanding them. progress: say on stderr what is being
     done. check_integrity, poison_free_pages: for debugging; account for everything after every turn, and fill pages

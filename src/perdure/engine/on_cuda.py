@@ -20,7 +20,7 @@ FOR_GRAPHS = 1 << 30
 
 
 def room_for_pages(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
-    """Bytes that weights and the largest step leave of the device's memory. Raises `InvalidValue` if that is nothing."""
+    """Bytes that weights and the largest step leave of the device's memory. Raises `InvalidValue` if there are none."""
     peak = _largest_step(config, loaded, max_model_len)
     free, whole = torch.cuda.mem_get_info()
     left = int(whole * config.gpu_memory_utilization) - (whole - free) - peak - FOR_GRAPHS
@@ -99,10 +99,9 @@ def _runner(
 def describe(config: EngineConfig, runner: CudaRunner) -> dict[str, Any]:
     """What is said of a GPU beside what is said of every device."""
     captured = [] if runner.graphs is None else [shape.num_tokens for shape in runner.graphs.shapes]
+    words = f"{len(captured)}, of up to {max(captured)} tokens" if captured else "none: every step runs eagerly"
     return {
         "gpu_memory_utilization": config.gpu_memory_utilization,
-        "cuda_graphs": f"{len(captured)}, of up to {max(captured)} tokens"
-        if captured
-        else "none: every step runs eagerly",
+        "cuda_graphs": words,
         "cuda_graph_sizing": config.cuda_graph_sizing,
     }

@@ -138,9 +138,9 @@ def triton_kernels() -> Kernels:
 
 
 def choose_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The kernels whose products are called `name`: "native", one of `LINEAR_FORMS`, or "auto": on a CPU the fastest that
-    give a row the same bits in any company, on CUDA `triton_kernels`. ValueError: an unknown name, or one whose form is
-    not for this device."""
+    """The kernels whose products are called `name`: "native", one of `LINEAR_FORMS`, or "auto": on a CPU the fastest
+    that give a row the same bits in any company, on CUDA `triton_kernels`. ValueError: an unknown name, or one whose
+    form is not for this device."""
     names = ("native", *LINEAR_FORMS)
     if name not in ("auto", *names):
         raise ValueError(f"linear={name!r} is none of auto, {', '.join(names)}")

@@ -35,9 +35,9 @@ class Shape:
 class ShapeRules:
     """What the sets depend on.
 
-    max_rows, max_len, max_tokens: of requests in a step, of a request, of tokens in a step. num_graphs: how many sizes a
-    set has; -1 = as the rule has them. most_tokens: of a graph, unless all_prefills. mixed_prefills: how many prompts a
-    step with both kinds may hold; 0 = only steps that decode are captured.
+    max_rows, max_len, max_tokens: of requests in a step, of a request, of tokens in a step. num_graphs: how many sizes
+    a set has; -1 = as the rule has them. most_tokens: of a graph, unless all_prefills. mixed_prefills: how many prompts
+    a step with both kinds may hold; 0 = only steps that decode are captured.
     """
 
     max_rows: int

@@ -24,9 +24,9 @@ PAGED_FORMS = ("triton", "reference")
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """All int32. table [S, W]: pages of each slot. index, slots, positions [n]: where the query of a row of one query is
-    packed, its slot, where it stands (-1 = padding). blocks [b, 4]: of a prompt its slot, where the block's first query is
-    packed, where that stands, and how many there are (0 = padding)."""
+    """All int32. table [S, W]: pages of each slot. index, slots, positions [n]: where the query of a row of one query
+    is packed, its slot, where it stands (-1 = padding). blocks [b, 4]: of a prompt its slot, where the block's first
+    query is packed, where that stands, and how many there are (0 = padding)."""
 
     table: Tensor
     index: Tensor

@@ -31,8 +31,8 @@ def _capped(scores, CAP: tl.constexpr):
 
 @triton.jit
 def _decode_kernel(
-    q, cache, table, index, slots, positions, partial, sums, out, stride_q, stride_plane, stride_head, table_width, scale,
-    num_splits, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    q, cache, table, index, slots, positions, partial, sums, out, stride_q, stride_plane, stride_head, table_width,
+    scale, num_splits, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINGLE: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -228,8 +228,8 @@ def attend_decode(
     q: Tensor, cache: Tensor, table: Tensor, index: Tensor, slots: Tensor, positions: Tensor, out: Tensor,
     *, scale: float, window: int | None, softcap: float | None,
 ) -> None:  # fmt: skip
-    """Rows of one query: q and out are [N, Hq, D]; of them rows index [n] belong to slots [n] and stand at positions [n].
-    A position of -1 is padding: nothing is read or written for it."""
+    """Rows of one query: q and out are [N, Hq, D]; of them rows index [n] belong to slots [n] and stand at positions
+    [n]. A position of -1 is padding: nothing is read or written for it."""
     num_rows, num_heads, dim = len(slots), q.shape[1], q.shape[2]
     if num_rows == 0:
         return
@@ -257,7 +257,7 @@ def attend_prompts(
     q: Tensor, cache: Tensor, table: Tensor, blocks: Tensor, out: Tensor,
     *, scale: float, window: int | None, softcap: float | None,
 ) -> None:  # fmt: skip
-    """Prompts, in blocks [n, 4] of `prompt_block` queries: slot, first packed query, its position, number of queries."""
+    """Prompts, in blocks [n, 4] of `prompt_block` queries: slot, first packed query, its position, how many."""
     if len(blocks) == 0:
         return
     num_heads, dim = q.shape[1], q.shape[2]

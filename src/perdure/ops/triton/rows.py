@@ -20,7 +20,7 @@ def _norm_kernel(
     x, added, weight, total, out, num_rows, num_heads, stride_row, stride_head, stride_weight, eps,
     H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of [N * J, H]. ADD: x + added is what is normalised, and goes to total. ONCE: one rounding, at the end."""
+    """ROWS rows of [N * J, H]. ADD: x + added is what is normalised, and goes to total. ONCE: one rounding, at last."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < H)[None, :]

@@ -24,23 +24,24 @@ UNROLL = 16  # blocks added without a test
 
 
 @triton.jit
+def _all(x, value):
+    return tl.full(x.shape, value, tl.float32)
+
+
+@triton.jit
 def _exp(x):
     """numpy's exp of fp32 for x <= 0, every rounding of it."""
     x = tl.maximum(x, -150.0)
     steps = (x * 1.4426950408889634 + 12582912.0) - 12582912.0
-    r = tl.fma(steps, tl.full(x.shape, -6.93145752e-1, tl.float32), x)
-    r = tl.fma(steps, tl.full(x.shape, -1.42860677e-6, tl.float32), r)
-    over = tl.fma(
-        r, tl.full(x.shape, 5.082762527590693718096e-04, tl.float32), tl.full(x.shape, 6.757896990527504603057e-03, tl.float32)
-    )  # fmt: skip
-    over = tl.fma(over, r, tl.full(x.shape, 5.114512081637298353406e-02, tl.float32))
-    over = tl.fma(over, r, tl.full(x.shape, 2.473615434895520810817e-01, tl.float32))
-    over = tl.fma(over, r, tl.full(x.shape, 7.257664613233124478488e-01, tl.float32))
-    over = tl.fma(over, r, tl.full(x.shape, 9.999999999980870924916e-01, tl.float32))
-    under = tl.fma(
-        r, tl.full(x.shape, 2.159509375685829852307e-02, tl.float32), tl.full(x.shape, -2.742335390411667452936e-01, tl.float32)
-    )  # fmt: skip
-    under = tl.fma(under, r, tl.full(x.shape, 1.0, tl.float32))
+    r = tl.fma(steps, _all(x, -6.93145752e-1), x)
+    r = tl.fma(steps, _all(x, -1.42860677e-6), r)
+    over = tl.fma(r, _all(x, 5.082762527590693718096e-04), _all(x, 6.757896990527504603057e-03))
+    over = tl.fma(over, r, _all(x, 5.114512081637298353406e-02))
+    over = tl.fma(over, r, _all(x, 2.473615434895520810817e-01))
+    over = tl.fma(over, r, _all(x, 7.257664613233124478488e-01))
+    over = tl.fma(over, r, _all(x, 9.999999999980870924916e-01))
+    under = tl.fma(r, _all(x, 2.159509375685829852307e-02), _all(x, -2.742335390411667452936e-01))
+    under = tl.fma(under, r, _all(x, 1.0))
     power = tl.maximum(steps.to(tl.int32) + 64, -126)
     scale = ((power + 127) << 23).to(tl.float32, bitcast=True)
     return tl.div_rn(over, under) * scale * 5.421010862427522e-20  # 2 ** -64, so that a denormal is rounded once
@@ -111,7 +112,7 @@ def _filter_kernel(
     has_k = (k > 1) & (k < V)
     if (heat == 0.0) | (k == 1) | ((not has_k) & (p >= 1.0)):
         return
-    top, first, bad = _top(best, best_id, row, C, CP)
+    top, _, bad = _top(best, best_id, row, C, CP)
     if bad:
         return
     heat = tl.maximum(heat, 1.1754943508222875e-38)
@@ -204,7 +205,7 @@ def _mass_kernel(
     heat = tl.load(temperature + row)
     if (heat == 0.0) | (tl.load(top_k + row) == 1):
         return
-    top, first, bad = _top(best, best_id, row, C, CP)
+    top, _, _ = _top(best, best_id, row, C, CP)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     w = _weights(
         logits, row, stride, ids, V, top, tl.maximum(heat, 1.1754943508222875e-38), tl.load(border + row),
@@ -235,8 +236,8 @@ def _uniform(seed_low, seed_high, index, child):
 
 @triton.jit
 def _draw_kernel(
-    logits, best, best_id, temperature, top_k, min_p, seed_low, seed_high, output_index, child, forced, slots, border, last_tie,
-    sums, running, inside, tokens, bad_rows, last_token, V, C, num_blocks, stride,
+    logits, best, best_id, temperature, top_k, min_p, seed_low, seed_high, output_index, child, forced, slots, border,
+    last_tie, sums, running, inside, tokens, bad_rows, last_token, V, C, num_blocks, stride,
     CP: tl.constexpr, UNROLL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The token of one row."""
@@ -316,7 +317,7 @@ def _tops(logits: Tensor) -> tuple[Tensor, Tensor]:
     best = torch.empty(len(logits), chunks, dtype=torch.float32, device=logits.device)
     best_id = torch.empty(len(logits), chunks, dtype=torch.int32, device=logits.device)
     _largest_kernel[(len(logits), chunks)](
-        logits, best, best_id, logits.shape[1], logits.stride(0), CHUNK=CHUNK, num_warps=4
+        logits, best, best_id, logits.shape[1], logits.stride(0), CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False
     )
     return best, best_id
 
@@ -338,16 +339,16 @@ def draw_tokens(logits: Tensor, settings: Settings, tokens: Tensor, bad_rows: Te
     s, stride = settings, logits.stride(0)
     _filter_kernel[(num_rows,)](
         logits, best, best_id, s.temperature, s.top_k, s.top_p, s.min_p, border, last_tie, vocab_size, chunks, stride,
-        CP=padded, TILE=min(CHUNK, triton.next_power_of_2(vocab_size)), num_warps=8,
+        CP=padded, TILE=min(CHUNK, triton.next_power_of_2(vocab_size)), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     _mass_kernel[(num_rows, chunks)](
         logits, best, best_id, s.temperature, s.top_k, s.min_p, border, last_tie, sums[0], vocab_size, chunks,
-        num_blocks, stride, CHUNK=CHUNK, CP=padded, num_warps=4,
+        num_blocks, stride, CHUNK=CHUNK, CP=padded, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     _draw_kernel[(num_rows,)](
         logits, best, best_id, s.temperature, s.top_k, s.min_p, s.seed_low, s.seed_high, s.output_index, s.child,
         s.forced, s.slots, border, last_tie, sums[0], sums[1], inside, tokens, bad_rows, last_token, vocab_size, chunks,
-        num_blocks, stride, CP=padded, UNROLL=UNROLL, TILE=256, num_warps=1,
+        num_blocks, stride, CP=padded, UNROLL=UNROLL, TILE=256, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -357,7 +358,7 @@ def _score_kernel(
 ):  # fmt: skip
     """Of each chunk its mass (fp64) and how many ids come before the row's own in (value descending, id ascending)."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    top, first, bad = _top(best, best_id, row, C, CP)
+    top, _, _ = _top(best, best_id, row, C, CP)
     own = tl.load(ids + row)
     value = tl.load(logits + row * stride + own).to(tl.float32)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -380,7 +381,7 @@ def score_ids(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     if num_rows:
         _score_kernel[(num_rows, chunks)](
             logits, best, best_id, ids, mass, before, vocab_size, chunks, logits.stride(0), CHUNK=CHUNK,
-            CP=triton.next_power_of_2(chunks), num_warps=4,
+            CP=triton.next_power_of_2(chunks), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     top = best.amax(1)
     normaliser = top.double() + mass.sum(1).log()

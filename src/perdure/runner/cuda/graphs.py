@@ -18,7 +18,7 @@ Outputs = tuple[torch.Tensor, ...]
 
 
 class Graphs:
-    """run(shape) computes a step from the fixed places and returns tensors at fixed places. num_replays: of each shape."""
+    """run(shape) computes a step from numbers at fixed places and says where its results are. num_replays: by shape."""
 
     def __init__(self, shapes: Iterable[Shape], run: Callable[[Shape], Outputs], device: torch.device) -> None:
         self._run = run

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -54,8 +55,8 @@ class DevicePages(KVStore):
         _synchronize(self.device)
 
 
-def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A list as a tensor there, without waiting for what runs there."""
+def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Nested lists as a tensor there, without waiting for what runs there."""
     tensor = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
 

@@ -3,8 +3,8 @@
 - What a step needs of its rows is with it in one block of numbers (`step`); pages, block tables and the tokens sampled
   last stay on the device, where the next step reads them.
 - A step that a captured shape fits is padded to it and replayed, others run as they are; both are one function.
-- Rows that ask for what the device does not do to logits (penalties, bias, masks, functions) are sampled on the host: such
-  a step waits for its logits, and the results are those of the host's forms.
+- Rows that ask for what the device does not do to logits (penalties, bias, masks, functions) are sampled on the host:
+  such a step waits for its logits, and the results are those of the host's forms.
 - The host's account of the rows (`runner.row_store`) is complete but for tokens that are not back yet.
 
 Shapes: S slots, W = the most pages of a request, V = vocabulary.
@@ -334,9 +334,8 @@ class CudaRunner:
         if num_top.min() < 0:
             return [], self._sampler.score_targets(hidden, targets, step.slots, errors)
         parts = range(0, len(targets.row), TARGET_SLICE)
-        return [
-            self._score_part(hidden, targets, num_top, slice(low, low + TARGET_SLICE)) for low in parts
-        ], ScoreEntries()
+        slices = [slice(low, low + TARGET_SLICE) for low in parts]
+        return [self._score_part(hidden, targets, num_top, part) for part in slices], ScoreEntries()
 
     def _score_part(self, hidden: Tensor, targets: Targets, num_top: Ints, part: slice) -> PendingScores:
         at = to_device([targets.hidden_row[part].tolist(), targets.token[part].tolist()], torch.int64, self._device)

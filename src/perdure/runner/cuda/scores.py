@@ -1,7 +1,8 @@
 """Scores of a step on their way from the device: columns that are copied without waiting, and entries once they are
 there.
 
-Whoever asks for what the device does not score (listed ids, processed scores, whole vocabularies) is scored on the host.
+Whoever asks for what the device does not score (listed ids, processed scores, whole vocabularies) is scored on the
+host.
 """
 
 from __future__ import annotations

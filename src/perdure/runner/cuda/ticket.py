@@ -71,8 +71,8 @@ class Staging:
 
 @dataclass(slots=True)
 class Launched:
-    """requests: of the plan's rows. rows, slots: of those that the device samples, in the order of its results. host_*: of those that the host sampled
-    at launch. errors: by the plan's row."""
+    """requests: of the plan's rows. rows, slots: of those that the device samples, in the order of its results. host_*:
+    of those that the host sampled at launch. errors: by the plan's row."""
 
     step: int
     requests: list[int]
@@ -118,8 +118,8 @@ Finish = Callable[[Launched, Ints, np.ndarray], StepOutput]
 
 
 class StepTicket:
-    """One launched step (`perdure.runner.base.Ticket`). whole, failed: the plan as it came, and the rows of it that were
-    left out because they had failed."""
+    """One launched step (`perdure.runner.base.Ticket`). whole, failed: the plan as it came, and the rows of it that
+    were left out because they had failed."""
 
     def __init__(
         self,
