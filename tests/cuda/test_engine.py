@@ -1,14 +1,17 @@
-"""Whole requests through the engine on a GPU, in float32, against the engine on a CPU: ids, and scores to a tolerance."""
+"""Whole requests through the engine on a GPU, in float32, against the engine on a CPU: ids, and scores closely."""
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
+import torch
 
 from perdure import LLM, SamplingParams
 from perdure.models.tiny import make_tiny, make_tiny_llama
-from tests.engine.helpers import SCORE_TOLERANCE, prompt
+from tests.engine.helpers import prompt
 from tests.witness import witness
 
 LENGTHS = (5, 17, 33, 48, 16, 31, 64, 9)  # of T11
@@ -53,8 +56,8 @@ def check_same(found, right) -> None:
                 assert list(scores.num_top) == list(others.num_top) and list(scores.top_ids) == list(others.top_ids)
                 assert list(scores.rank) == list(others.rank)
                 for name in ("chosen", "top_scores"):
-                    pairs = zip(getattr(scores, name), getattr(others, name), strict=True)
-                    assert all(abs(x - y) <= SCORE_TOLERANCE for x, y in pairs)
+                    ours_scores, their_scores = torch.tensor(getattr(scores, name)), torch.tensor(getattr(others, name))
+                    torch.testing.assert_close(ours_scores, their_scores, atol=2e-4, rtol=1e-5, equal_nan=True)
 
 
 SETTINGS = {
@@ -116,21 +119,17 @@ def test_T45_neighbours(gpu, model):
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
 def test_T61_suspend(gpu, model, mode):
     """Suspended in the midst of it; the pool's memory is away meanwhile, and a graph replays after."""
-    import torch
-
     params = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0.9, seed=5, logprobs=0, prompt_logprobs=1)
     right, _, _ = run(model, "cpu", params)
     with LLM(str(model), device="cuda", dtype="float32", num_pages=20000, max_num_seqs=8, check_integrity=True) as llm:
         call = llm._engine
         runner = call.resolved.runner
         at = runner._kv.layers[0].data_ptr()
-        import threading
-
         done: list[Any] = []
         thread = threading.Thread(target=lambda: done.extend(llm.generate(PROMPTS, params)))
         thread.start()
         while llm.stats().num_generated_tokens < 100:
-            pass
+            time.sleep(0.001)
         free = torch.cuda.mem_get_info()[0]
         llm.suspend(kv=mode)
         returned = torch.cuda.mem_get_info()[0] - free

@@ -214,6 +214,11 @@ def num_splits(num_rows: int, num_kv_heads: int) -> int:
     return max(1, min(MOST_SPLITS, PROGRAMS // max(1, num_rows * num_kv_heads)))
 
 
+def _padded(dim: int) -> int:
+    """A head's size as products take it."""
+    return max(16, triton.next_power_of_2(dim))
+
+
 def _stages(q: Tensor) -> int:
     """Blocks of keys and values fetched ahead, as shared memory allows."""
     return max(1, min(3, 768 // (q.shape[2] * q.element_size())))
@@ -240,7 +245,7 @@ def attend_decode(
     if splits > 1:
         partial = torch.empty(num_rows, num_heads, splits, dim, dtype=torch.float32, device=q.device)
         sums = torch.empty(num_rows, num_heads, splits, 2, dtype=torch.float32, device=q.device)
-    padded = triton.next_power_of_2(dim)
+    padded = _padded(dim)
     _decode_kernel[(num_rows, num_kv_heads, splits)](
         q, cache, table, index, slots, positions, partial, sums, out, q.stride(0), cache.stride(0), cache.stride(1),
         table.shape[1], scale, splits, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=padded, PAGE=page,
@@ -264,7 +269,7 @@ def attend_prompts(
     queries = prompt_block(dim)
     _prompt_kernel[(num_heads, len(blocks))](
         q, cache, table, blocks, out, q.stride(0), cache.stride(0), cache.stride(1), table.shape[1], scale,
-        HEADS=num_heads, G=num_heads // cache.shape[1], D=dim, DP=triton.next_power_of_2(dim), PAGE=cache.shape[3],
+        HEADS=num_heads, G=num_heads // cache.shape[1], D=dim, DP=_padded(dim), PAGE=cache.shape[3],
         QUERIES=queries, BLOCK=KEYS, WINDOW=window or 0, CAP=softcap or 0.0, STAGES=_stages(q),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4 if queries < 128 else 8,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from torch import Tensor
 
 CHUNK = 4096  # ids of one program
 BLOCK = 64  # ids of one block of the draw's sum
-UNROLL = 16  # blocks added without a test
+UNROLL = 64  # blocks fetched together: each alone would wait for memory
 
 
 @triton.jit
@@ -275,7 +275,7 @@ def _draw_kernel(
         reached = tl.where(block > 0, reached, 0.0)
         found = -1
         last = 0
-        for lane in range(0, 64):
+        for lane in tl.static_range(64):
             its = tl.load(inside + row * 64 + lane)
             reached += its
             last = tl.where(its > 0.0, lane, last)
