@@ -1,4 +1,5 @@
-"""Host time of one decode step: plan, pack and commit, in microseconds of CPU a row.
+"""Host time of one decode step: plan, pack and commit, in microseconds of CPU a row; and of the prefix cache, a prompt
+token.
 
     python benchmarks/step_cost.py [--rows 256] [--steps 200]
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
+from typing import Any
 
 from perdure.api import command as cmd
 from perdure.api.config import CoreConfig
@@ -78,6 +81,60 @@ class StepCost:
         return self.scheduler.commit(plan, StepOutput(plan.step, [1] * self.num_rows, tokens, none, none, []))
 
 
+class PrefixCost:
+    """Prompts that share nothing, in chunks, with every call of the prefix cache timed: to look, to be looked for, to
+    publish, to reclaim what others published."""
+
+    CALLS = ("find", "is_coming", "pages", "take_scores", "begin", "publish", "leave")
+
+    def __init__(self, num_prompts: int, length: int) -> None:
+        config = CoreConfig(
+            num_pages=-(-2 * length // PAGE_SIZE),  # two prompts at once, and pages of those before are reclaimed
+            page_size=PAGE_SIZE,
+            max_model_len=length + 1,
+            max_num_seqs=2,
+            max_num_batched_tokens=512,
+            vocab_size=50_000,
+        )
+        self.num_tokens = num_prompts * length
+        self.scheduler = Scheduler(config, _no_text)
+        self.seconds = 0.0
+        cache = self.scheduler.requests.cache
+        for name in self.CALLS:
+            setattr(cache, name, self._timed(getattr(cache, name)))
+        for i in range(num_prompts):
+            prompt = [(31 * i + j) % 49_999 for j in range(length)]
+            self.scheduler.apply(cmd.Submit(Request(i, i, prompt, SamplingParams(max_tokens=1))))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return call(*args)
+            finally:
+                self.seconds += time.thread_time() - start
+
+        return run
+
+    def run(self) -> float:
+        """Microseconds of CPU a prompt token."""
+        none = ScoreColumns.empty()
+        while (plan := self.scheduler.plan()) is not None:
+            output = StepOutput(plan.step, plan.sample, [3] * sum(plan.sample), none, none, [])
+            self.scheduler.commit(plan, output)
+        counters = self.scheduler.stats()
+        assert (
+            counters.num_prompt_tokens == self.num_tokens
+            and not counters.num_cached_tokens
+            and not counters.num_waiting
+        )
+        return 1e6 * self.seconds / self.num_tokens
+
+
+def measure_prefix(num_prompts: int = 16, length: int = 2_000, repeats: int = 5) -> float:
+    return min(PrefixCost(num_prompts, length).run() for _ in range(repeats))
+
+
 def _no_text(request: Request) -> object:
     raise AssertionError("no stop strings here")
 
@@ -98,6 +155,7 @@ def main() -> None:
     for part, value in parts.items():
         print(f"  {part:7} {value:6.2f}")
     print(f"  {'total':7} {sum(parts.values()):6.2f}")
+    print(f"prefix cache without a hit, microseconds of CPU a prompt token: {measure_prefix():.2f}")
 
 
 if __name__ == "__main__":

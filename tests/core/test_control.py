@@ -20,6 +20,7 @@ class Requests:
     def __init__(self) -> None:
         self.steps_in_flight = 0
         self.num_live = 0
+        self.num_pins = 0
         self.weights = 0
         self.oldest = 0
         self.done: list[str] = []

@@ -84,13 +84,14 @@ def lived() -> tuple[Bench, RequestState]:
     bench = Bench(logprobs_mode="raw")
     bench.scheduler._make_cursor = lambda request: Letters()
     params = SamplingParams(**SETTINGS)
-    bench.apply(Submit(Request("a", 3, list(range(1, 12)), params, "its text", True)))
+    bench.apply(Submit(Request("a", 3, list(range(1, 12)), params, "its text", True, "its salt")))
     for _ in range(4):
         bench.step()
     (state,) = bench.scheduler.requests.residents
     state.num_cached, state.num_pauses, state.num_evictions, state.num_checkpoints = 8, 2, 3, 4
     state.exact, state.epochs = False, [(0, 3), (2, 7)]
     state.tried_at, state.paused_at, state.replay, state.waits_for = 9, 5, 2, "something"
+    state.awaits = True
     bench.launch()
     assert state.in_flight and state.num_output == 4 and state.pages and state.num_computed < state.num_planned
     return bench, state

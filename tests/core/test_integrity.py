@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from perdure.core.pins import Pin
+from perdure.core.prefix import NO_PAGE
 from perdure.core.scheduler import Scheduler
 from perdure.engine.loop import Inbox, Loop
 from tests.core.helpers import Bench
@@ -38,7 +40,10 @@ PLANTED: dict[str, Callable[[Scheduler], object]] = {
     "a request out of its order": lambda s: s.requests.residents.reverse(),
     "a live request nobody serves": lambda s: s.requests.residents.pop(),
     "a step counted twice": lambda s: setattr(first(s), "in_flight", 1),
-    "a node of a page that is not published": lambda s: s.requests.pool.unpublish(first(s).pages[0]),
+    "a node whose page is given away": lambda s: setattr(first(s).nodes[0], "page", NO_PAGE),
+    "a node that cannot be found": lambda s: s.requests.cache.index._nodes.pop(first(s).nodes[0].key),
+    "a page expected of nobody": lambda s: s.requests.cache._key_of.update({99: first(s).nodes[0].key}),
+    "a pin that holds no page": lambda s: s.requests.cache.pins._pins.update({1: Pin([1, 2, 3, 4], None)}),
 }
 
 

@@ -1,43 +1,91 @@
-"""The index: exact keys, parents first, and never a key under a forgotten parent."""
+"""The index: exact keys, parents first, roots for salts and weights, and no key that cannot be found."""
 
-from perdure.core.prefix import PrefixIndex
+from perdure.core.prefix import Node, PrefixIndex
 
 
-def publish(index: PrefixIndex, tokens: list[int], pages: list[int]) -> list[bool]:
-    parent, new = index.root, []
-    for i, page in enumerate(pages):
-        parent, is_new = index.publish(parent, tokens[2 * i : 2 * i + 2], page)
-        new.append(is_new)
-    return new
+def publish(index: PrefixIndex, tokens: list[int], pages: list[int], salt: str | None = None) -> list[Node]:
+    path: list[Node] = []
+    for at, page in enumerate(pages):
+        path.append(index.publish(path[-1] if path else index.root(salt), tokens[2 * at : 2 * at + 2], page))
+    return path
+
+
+def found(index: PrefixIndex, tokens: list[int], end: int, salt: str | None = None) -> list[int]:
+    path: list[Node] = []
+    index.extend(path, index.root(salt), tokens, end)
+    return [node.page for node in path]
 
 
 def test_longest_published_prefix_within_the_limit() -> None:
     index = PrefixIndex(2)
-    assert publish(index, [1, 2, 3, 4, 5, 6], [10, 11, 12]) == [True, True, True]
-    assert index.match([1, 2, 3, 4, 9, 9], 6)[0] == [10, 11]
-    assert index.match([1, 2, 3, 4, 5, 6], 5)[0] == [10, 11]
-    assert index.match([1, 2, 3, 4, 5, 6], 1)[0] == []
-    assert index.match([3, 4, 5, 6], 4)[0] == []
+    publish(index, [1, 2, 3, 4, 5, 6], [10, 11, 12])
+    assert found(index, [1, 2, 3, 4, 9, 9], 6) == [10, 11]
+    assert found(index, [1, 2, 3, 4, 5, 6], 5) == [10, 11]
+    assert found(index, [1, 2, 3, 4, 5, 6], 1) == []
+    assert found(index, [3, 4, 5, 6], 4) == []
 
 
 def test_the_first_to_publish_keeps_the_key_and_others_hang_under_it() -> None:
     index = PrefixIndex(2)
     publish(index, [1, 2, 3, 4], [10, 11])
-    assert publish(index, [1, 2, 3, 4, 5, 6], [20, 21, 22]) == [False, False, True]
-    assert index.match([1, 2, 3, 4, 5, 6], 6)[0] == [10, 11, 22]
+    assert [node.page for node in publish(index, [1, 2, 3, 4, 5, 6], [20, 21, 22])] == [10, 11, 22]
+    assert found(index, [1, 2, 3, 4, 5, 6], 6) == [10, 11, 22]
 
 
-def test_a_child_of_a_forgotten_page_is_never_found_even_if_its_parent_returns() -> None:
+def test_T60_a_salt_tells_equal_tokens_apart_and_none_is_a_salt_of_its_own() -> None:
     index = PrefixIndex(2)
-    publish(index, [1, 2, 3, 4], [10, 11])
-    index.forget(10)
-    assert index.match([1, 2, 3, 4], 4)[0] == []
-    publish(index, [1, 2], [12])
-    assert index.match([1, 2, 3, 4], 4)[0] == [12]
+    for page, salt in enumerate((None, "a", "b")):
+        publish(index, [1, 2], [page], salt)
+    assert [found(index, [1, 2], 2, salt) for salt in (None, "a", "b", "c")] == [[0], [1], [2], []]
+
+
+def test_what_hangs_under_a_forgotten_page_is_forgotten_with_it() -> None:
+    index = PrefixIndex(2)
+    path = publish(index, [1, 2, 3, 4, 5, 6], [10, 11, 12])
+    beside = publish(index, [1, 2, 7, 8], [20, 21])
+    assert index.forget(11) == [12]
+    assert [node.is_gone for node in path] == [False, True, True] and not beside[1].is_gone
+    index.check()
+    assert found(index, [1, 2, 3, 4], 4) == [10]
+    publish(index, [1, 2, 3, 4], [13, 14])
+    assert found(index, [1, 2, 3, 4, 5, 6], 6) == [10, 14]
+
+
+def test_a_path_is_brought_up_to_date_by_what_is_new() -> None:
+    index = PrefixIndex(2)
+    tokens = [1, 2, 3, 4, 5, 6]
+    first = publish(index, tokens[:4], [10, 11])
+    path: list[Node] = []
+    index.extend(path, index.root(None), tokens, 6)
+    index.publish(first[1], [5, 6], 12)
+    index.extend(path, index.root(None), tokens, 6)
+    assert [node.page for node in path] == [10, 11, 12]
+    index.forget(11)
+    index.extend(path, index.root(None), tokens, 6)
+    assert [node.page for node in path] == [10]
 
 
 def test_clear_names_every_page() -> None:
     index = PrefixIndex(2)
+    path = publish(index, [1, 2, 3, 4], [10, 11])
+    assert sorted(index.clear()) == [10, 11] and all(node.is_gone for node in path)
+    assert found(index, [1, 2], 2) == [] and len(index) == 0
+
+
+def test_weights_find_their_own_pages_and_those_they_were_told_to_keep() -> None:
+    """Epoch 1 keeps what 0 published, and adds to it; back at 0, what 1 added is gone, and 0 can publish it anew."""
+    index = PrefixIndex(2)
     publish(index, [1, 2, 3, 4], [10, 11])
-    assert sorted(index.clear()) == [10, 11]
-    assert index.match([1, 2], 2)[0] == []
+    assert index.take_weights(1, keep=True) == []
+    path = publish(index, [1, 2, 3, 4, 5, 6], [20, 21, 22])
+    assert [node.page for node in path] == [10, 11, 22] and not index.is_current(path) and index.is_current(path[2:])
+    publish(index, [7, 8, 9, 10], [23, 24])
+    index.check()
+    assert sorted(index.take_weights(0, keep=False)) == [22, 23, 24]
+    assert found(index, [1, 2, 3, 4, 5, 6], 6) == [10, 11] and found(index, [7, 8], 2) == []
+    publish(index, [7, 8], [30])
+    index.take_weights(2, keep=False)
+    assert found(index, [7, 8], 2) == []
+    index.take_weights(0, keep=False)
+    assert found(index, [7, 8], 2) == [30]
+    index.check()

@@ -380,7 +380,7 @@ class Storm(RuleBasedStateMachine):
             assert not is_legal
             self.marks["refused orders"] += 1
 
-    @precondition(lambda self: bool(self.home.scheduler.requests.prefix._page_of))
+    @precondition(lambda self: bool(self.home.scheduler.requests.cache.index._nodes))
     @rule()
     def reset_prefix_cache(self) -> None:
         self._order(self.home.engine.ask(cmd.ResetPrefixCache))

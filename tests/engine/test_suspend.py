@@ -143,7 +143,7 @@ def test_T10_illegal_orders_are_refused_before_anything_changes(
     pages = list(scheduler.requests.live["P"].pages)
     assert llm.stats().state == "paused"
     llm.reset_prefix_cache()  # (a)
-    assert list(scheduler.requests.live["P"].pages) == pages and not scheduler.requests.prefix._page_of
+    assert list(scheduler.requests.live["P"].pages) == pages and not scheduler.requests.cache.index._nodes
     with pytest.raises(StateError, match="2 are outstanding"):
         llm.reset()
     llm.suspend("offload")
@@ -169,6 +169,8 @@ def test_T10_illegal_orders_are_refused_before_anything_changes(
         (lambda llm: llm.suspend("disk"), "kv='disk' is none of persist, offload, recompute"),
         (lambda llm: llm.resume(tags=["cache"]), "tags='cache' is none of weights, kv"),
         (lambda llm: llm.resume(tags="kv"), "tags='kv' is no list"),
+        (lambda llm: llm.resume(3), "tags=3 is no list"),
+        (lambda llm: llm.resume(tags=[["kv"]]), r"tags=\['kv'\] is none of weights, kv"),
     ],
 )
 def test_what_no_order_can_be_is_refused_by_name(wrong: Any, named: str, make_llm: MakeLLM) -> None:
@@ -185,7 +187,7 @@ def test_s06_a_waiter_from_before_a_reset_is_woken_by_work_after_it(make_llm: Ma
     engine = llm._engine
     objects = [engine._inbox, engine._inbox._arrived, engine._receivers, engine._loop, engine._thread]
     objects += [engine._loop.scheduler, engine._loop.scheduler._control, engine.resolved.runner._kv._arena]
-    cached = len(engine._loop.scheduler.requests.prefix._page_of)
+    cached = len(engine._loop.scheduler.requests.cache.index._nodes)
 
     call, waiting = Call(), threading.Event()
     request = Request("later", engine.ticket(), prompt(40), settings())
@@ -201,7 +203,7 @@ def test_s06_a_waiter_from_before_a_reset_is_woken_by_work_after_it(make_llm: Ma
     llm.reset()
     stats = llm.stats()
     assert (stats.num_requests, stats.num_steps, stats.num_cached_tokens) == (0, 0, 0)
-    assert not engine._loop.scheduler.requests.prefix._page_of
+    assert not engine._loop.scheduler.requests.cache.index._nodes
     engine.submit([(wanted, receiver)])
     end = woken()[request.ticket]
     assert isinstance(end, Ended) and end.record.num_cached_tokens == 0
@@ -241,7 +243,7 @@ def test_s07_a_reset_while_suspended_is_refused_before_anything_changes(kv: KVMo
     def fingerprint() -> Any:
         return (
             llm.stats(),
-            dict(scheduler.requests.prefix._page_of),
+            dict(scheduler.requests.cache.index._nodes),
             list(scheduler.requests.pool._free),
             list(scheduler.requests.pool._idle),
         )

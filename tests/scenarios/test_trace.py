@@ -239,7 +239,27 @@ def test_a_torn_journal_shows_the_run_up_to_the_tear(tmp_path: Path) -> None:
     assert unfinished and all(track.end_reason is None for track in unfinished)
     assert all(track.spans[-1].end == trace.timeline.duration for track in unfinished)
     ElementTree.fromstring(trace.svg())
-    path.write_bytes(file.getvalue()[:200] + b"?" + file.getvalue()[201:])
+
+
+def test_a_damaged_journal_shows_the_run_before_the_damage(tmp_path: Path) -> None:
+    """One changed byte costs what comes after it; in the head it costs all."""
+    stage = Stage(depth=2, num_pages=9, page_size=8)
+    file = record(stage)
+    for number in range(3):
+        stage.submit([number + 1] * 20, counting(100), request_id=number, max_tokens=30)
+    stage.run()
+    data, path = file.getvalue(), tmp_path / "run"
+    path.write_bytes(data)
+    whole = Trace.read(path)
+    assert whole.damage is None and not whole.num_torn_bytes
+    middle = data.index(b"\n", len(data) // 2)  # not the length of an entry, which only tears it
+    path.write_bytes(data[:middle] + b"?" + data[middle + 1 :])
+    trace = Trace.read(path)
+    assert trace.damage is not None and trace.damage.startswith("the journal is damaged: the entry at byte")
+    assert 0 < len(trace.timeline.steps) < len(whole.timeline.steps)
+    assert trace.timeline.steps == whole.timeline.steps[: len(trace.timeline.steps)]
+    ElementTree.fromstring(trace.svg())
+    path.write_bytes(data[:200] + b"?" + data[201:])
     with pytest.raises(JournalError, match=f"{path}: the journal is damaged: the entry at byte"):
         Trace.read(path)
 

@@ -32,6 +32,7 @@ from perdure.runner.fake import FakeDevice
 from tests.sim.elsewhere import Elsewhere
 from tests.sim.oracle import PIECES, Expected, expected
 from tests.sim.orders import Orders
+from tests.sim.pinning import Pinning
 
 MAX_TURNS = 20_000
 SAME_WEIGHTS = Fingerprint(weights="0")
@@ -110,6 +111,8 @@ class Life:
         self.scheduler.marks = marks
         self.inbox = Inbox()
         self.loop = Loop(self.scheduler, self.device, self.inbox, self._publish, steps_in_flight=depth, check=True)
+        self.shares = rng.random() < 0.5
+        """Whether most requests begin alike, as those of a rollout do."""
         self.bases = [[rng.randrange(self.config.vocab_size) for _ in range(max_len)] for _ in range(2)]
         self.requests: dict[int, Request] = {}
         self.ended: dict[int, ev.Record] = {}
@@ -133,6 +136,7 @@ class Life:
         self.may_refuse: set[int] = set()
         self.next_ticket = 1
         self.orders = Orders(self)
+        self.pinning = Pinning(self)
         self.faulty_device = rng.random() < 0.2
 
     def _fail(self, plan: StepPlan) -> dict[int, str]:
@@ -166,6 +170,8 @@ class Life:
                 self._take_checkpoint()
             elif roll < 0.80 and self.at_rest:
                 self._go_on()
+            elif roll < 0.84:
+                self.pinning.give()
             if self.unprepared and self.rng.random() < 0.2:
                 self._prepare()
             self.loop.turn(block=False)
@@ -176,6 +182,8 @@ class Life:
                 self.orders.go_on()
         else:
             raise AssertionError(f"after {MAX_TURNS} turns requests are still alive: a live-lock")
+        self.pinning.end()
+        self.loop.turn(block=False)
         while self.loop._in_flight or self.scheduler.directive():
             self.loop.turn(block=False)
         while self.elsewhere.loop._in_flight:
@@ -192,14 +200,18 @@ class Life:
     def _submit(self) -> None:
         rng, config = self.rng, self.config
         length = rng.randint(1, max(1, config.max_num_tokens * 2 // 3))
-        base = rng.choice(self.bases)
-        shared = rng.randint(0, length)
+        shares = self.shares and rng.random() < 0.8
+        base = self.bases[0] if shares else rng.choice(self.bases)
+        shared = rng.randint(length * 3 // 4 if shares else 0, length)
         prompt = base[:shared] + [rng.randrange(config.vocab_size) for _ in range(length - shared)]
         ticket = self.ticket()
         if rng.random() < 0.05:
             prompt = rng.choice(([], [config.vocab_size], [-1, 2], prompt + [1] * config.max_num_tokens))
             self.must_refuse.add(ticket)
-        request = Request(rng.randint(0, 12), ticket, prompt, self._params(), stream=rng.random() < 0.5)
+        salt = None if shares else rng.choice((None, "a", "b", f"of {ticket} alone"))
+        request = Request(
+            rng.randint(0, 12), ticket, prompt, self._params(), stream=rng.random() < 0.5, cache_salt=salt
+        )
         if self.orders.is_suspended or any(request.request_id == other.request_id for other in self._live()):
             self.must_refuse.add(ticket)
         if length + len(request.params.forced_token_ids or ()) > config.max_num_tokens:
@@ -332,8 +344,9 @@ class Life:
                     if scores is not None:
                         assert scores.num_scored == len(token_ids)
                         log.extend(scores)
-                case ev.Done(ticket, _, failure):
+                case ev.Done(ticket, value, failure):
                     self.orders.answered(ticket, failure)
+                    self.pinning.answered(ticket, value, failure)
                 case ev.Taken(_, ticket, checkpoint):
                     assert ticket not in self.ended and checkpoint.request_id == self.requests[ticket].request_id
                     self.taken.append((ticket, checkpoint))
@@ -358,6 +371,8 @@ class Life:
         self.marks["evictions"] += stats.num_evictions
         self.marks["pauses"] += stats.num_pauses
         self.marks["cached tokens"] += stats.num_cached_tokens
+        waits = [moment for moments in self.moments.values() for moment in moments if moment.kind == "awaits"]
+        self.marks["waits for a prefix"] += len(waits)
         self.marks["refused"] += len(self.refused)
         self._mark_kinds(stats)
         for ticket, record in self.ended.items():
@@ -413,6 +428,9 @@ class Life:
         assert record.token_ids == truth.token_ids[:count], (request, record.token_ids, truth.token_ids)
         assert record.request_id == request.request_id and record.prompt_token_ids == request.prompt_token_ids
         assert record.num_cached_tokens < len(request.prompt_token_ids)
+        if request.cache_salt == f"of {request.ticket} alone":
+            assert not record.num_cached_tokens, "pages of another salt"
+        self.marks["prompt scores that came with pages"] += record.num_cached_tokens > 0 and bool(record.prompt_scores)
         ids, log = self.parts.get(request.ticket, ([], self._no_scores(request.ticket)))
         if request.stream:
             kinds = [moment.kind for moment in self.moments[request.ticket]]
@@ -451,6 +469,8 @@ def _judge_moments(moments: list[ev.Moment], record: ev.Record, past: Checkpoint
     left = 0  # known tokens that this residency has to compute still
     for moment in moments[1:]:
         match moment.kind:
+            case "awaits":
+                assert not is_resident
             case "scheduled":
                 assert not is_resident
                 is_resident, left = True, moment.num_tokens

@@ -36,10 +36,10 @@ FAULTS = {
         "            if False:\n                requests.forget_if_done(state)\n                continue",
     ),
     "a_full_prefix_hit_leaving_nothing_to_compute": (
-        "core/requests.py",
+        "core/prefix_cache.py",
         1,
-        "limit = min(len(state.tokens), state.last_position) - 1",
-        "limit = min(len(state.tokens), state.last_position)",
+        "return min(len(state.tokens), state.last_position) - 1",
+        "return min(len(state.tokens), state.last_position)",
     ),
     "a_checkpoint_that_forgets_its_text": (
         "core/stopping.py",
@@ -57,20 +57,20 @@ FAULTS = {
         "core/planning.py",
         2,
         "        self._prefill(state, draft)\n        return True",
-        "        self._prefill(state, draft); state.num_computed = state.num_planned; requests.publish(state)\n"
+        "        self._prefill(state, draft); state.num_computed = state.num_planned; requests.cache.publish(state)\n"
         "        return True",
     ),
     "cached_keys_that_survive_a_drop_of_the_kv": (
         "core/requests.py",
         1,
-        "        self._replay_residents()\n        self.clear_cache()",
+        "        self._replay_residents()\n        self.cache.clear(self.residents)",
         "        self._replay_residents()",
     ),
     "a_page_forgotten_when_the_kv_is_copied_out": (
         "core/pages.py",
         2,
-        "if self._holders[page] or self._published[page]]",
-        "if self._published[page]]",
+        "if self._holders[page] or page in self._idle]",
+        "if page in self._idle]",
     ),
     "pages_that_come_back_shifted_by_one": (
         "runner/fake.py",
@@ -119,6 +119,31 @@ FAULTS = {
         1,
         "counts = count >= self.min_tokens and count > self.num_forced",
         "counts = count >= self.min_tokens",
+    ),
+    "a_reclaimed_page_that_leaves_those_under_it": ("core/prefix.py", 2, "gone += node.children", "pass"),
+    "a_salt_that_makes_no_difference": (
+        "core/prefix.py",
+        1,
+        "return (self._begun_with, salt)",
+        "return (self._begun_with, None)",
+    ),
+    "a_wait_for_one_who_has_left": (
+        "core/prefix_cache.py",
+        2,
+        "        key = self._key_of.pop(state.arrival, None)\n",
+        "        key = None\n",
+    ),
+    "scores_of_a_page_one_too_far": (
+        "core/prefix_cache.py",
+        1,
+        "first, end = max(index * size - 1, 0), (index + 1) * size - 1",
+        "first, end = index * size, min((index + 1) * size, state.prompt_length - 1)",
+    ),
+    "a_pin_that_is_never_given_back": (
+        "core/pins.py",
+        1,
+        "            self._stop_waiting(pin)\n            self._pool.release(pin.pages)\n",
+        "            self._stop_waiting(pin)\n",
     ),
     "in_flight_kv_that_survives_other_weights": (
         "core/requests.py",

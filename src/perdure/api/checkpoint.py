@@ -12,19 +12,19 @@ from __future__ import annotations
 import hashlib
 from array import array
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal, get_type_hints
 
 import msgspec
 
 from perdure.api.errors import InvalidValue
 from perdure.api.fingerprint import Fingerprint
 from perdure.api.moment import RequestEvent
-from perdure.api.request import Request, RequestId
-from perdure.api.sampling import MAX_INTEGER, MAX_SEED, LogprobsMode, SamplingParams
+from perdure.api.request import Request, RequestId, check_salt, checked_id
+from perdure.api.sampling import MAX_INTEGER, MAX_SEED, LogprobsMode, SamplingParams, is_unicode
 from perdure.api.scores import PackedScores
 
 MAGIC = b"perdure checkpoint"
-VERSION = 2
+VERSION = 3
 """Of the file's format. It grows with every change of a field; other versions are refused, never guessed at."""
 
 _VERSION_BYTES, _DIGEST_BYTES = 2, 16
@@ -66,16 +66,29 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     num_checkpoints: int
     epochs: tuple[tuple[int, int], ...] = ()
     timing: Timing = Timing()
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.request_id, int) and abs(self.request_id) > MAX_INTEGER:
-            raise InvalidValue(f"request_id={self.request_id} does not fit 64 bits")
+        for name, kind in _KINDS.items():
+            _check_kind(name, getattr(self, name), kind)
+        checked_id(self.request_id)
+        if self.prompt is not None and not is_unicode(self.prompt):
+            raise InvalidValue(f"prompt={self.prompt!r} is not valid Unicode")
+        check_salt(self.cache_salt)
         if len(self.tokens) % 4 or not 1 <= self.prompt_length <= self.num_tokens:
             raise InvalidValue(f"prompt_length={self.prompt_length} does not fit tokens of {len(self.tokens)} bytes")
         if not (0 <= self.max_output <= MAX_INTEGER and self.num_output < max(self.max_output, 1)):
             raise InvalidValue(f"max_output={self.max_output} does not fit an unfinished output of {self.num_output}")
         if not 0 <= self.seed <= MAX_SEED:
             raise InvalidValue(f"seed={self.seed} is out of range: 0 to {MAX_SEED}")
+        if not 0 <= self.num_cached_tokens < self.prompt_length:
+            raise InvalidValue(
+                f"num_cached_tokens={self.num_cached_tokens} does not fit a prompt of {self.prompt_length} tokens, the "
+                "last of which is always computed"
+            )
+        for name in ("num_pauses", "num_evictions", "num_checkpoints"):
+            if not 0 <= getattr(self, name) <= MAX_INTEGER:
+                raise InvalidValue(f"{name}={getattr(self, name)} is out of range: 0 to {MAX_INTEGER}")
         firsts = [first for first, _ in self.epochs]
         if firsts[:1] != [0] * bool(self.num_output) or not all(a < b for a, b in pairwise([*firsts, self.num_output])):
             raise InvalidValue(f"epochs={list(self.epochs)} do not fit {self.num_output} output tokens")
@@ -113,7 +126,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_request(self, request_id: RequestId, ticket: int, stream: bool) -> Request:
         """The request it was taken of, submitted anew."""
-        return Request(request_id, ticket, self.prompt_token_ids, self.params, self.prompt, stream)
+        return Request(request_id, ticket, self.prompt_token_ids, self.params, self.prompt, stream, self.cache_salt)
 
     def to_bytes(self) -> bytes:
         """The file form; `from_bytes` gives an equal value back."""
@@ -127,8 +140,10 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidValue(f"a checkpoint is bytes, not {type(data).__name__}")
         data = bytes(data)
         head, data = data[: len(MAGIC)], data[len(MAGIC) :]
-        if head != MAGIC:
+        if not MAGIC.startswith(head) or not head:
             raise InvalidValue(f"not a checkpoint of perdure: it begins with {head!r}")
+        if len(data) < _VERSION_BYTES:
+            raise InvalidValue(f"the checkpoint is cut short: {len(head) + len(data)} bytes end before its version")
         version = int.from_bytes(data[:_VERSION_BYTES], "little")
         if version != VERSION:
             raise InvalidValue(f"the checkpoint has format version {version}, and only version {VERSION} can be read")
@@ -139,6 +154,21 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.msgpack.decode(body, type=Checkpoint)
         except msgspec.MsgspecError as error:
             raise InvalidValue(f"the checkpoint holds what no checkpoint can: {error}") from None
+
+
+_KINDS: dict[str, Any] = {
+    name: kind for name, kind in get_type_hints(Checkpoint).items() if name in Checkpoint.__struct_fields__
+}
+"""Fields by type. Only a checkpoint that was decoded is of these types by itself."""
+
+
+def _check_kind(name: str, value: object, kind: Any) -> None:
+    try:
+        found = msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidValue(f"{name}={value!r} is not what a checkpoint holds there: {error}") from None
+    if type(found) is not type(value):
+        raise InvalidValue(f"{name}={value!r} is not what a checkpoint holds there: {type(found).__name__} is")
 
 
 def _digest(body: bytes) -> bytes:

@@ -113,9 +113,25 @@ class UpdateWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Unpublish every cached prefix. Live requests keep their pages."""
+    """Unpublish every cached prefix. Live requests keep their pages; pins hold what is computed anew."""
 
     ticket: int
+
+
+class PinPrefix(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Keep the full pages of this prefix from being reclaimed: those that are cached, and further ones as requests
+    compute them. Answered with the number of tokens in them. The ticket names the pin."""
+
+    ticket: int
+    prompt_token_ids: list[int]
+    cache_salt: str | None = None
+
+
+class UnpinPrefix(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Give up a pin, named by the ticket of its `PinPrefix`. Nothing happens if there is none."""
+
+    ticket: int
+    pin: int
 
 
 class GetStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -133,4 +149,6 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
 Order = Pause | Suspend | Resume | Reset | UpdateWeights
 """Commands that change the engine's state; each waits for those before it."""
 
-Command = Submit | Prepared | Abort | TakeCheckpoint | Order | ResetPrefixCache | GetStats | Stop
+Command = (
+    Submit | Prepared | Abort | TakeCheckpoint | Order | ResetPrefixCache | PinPrefix | UnpinPrefix | GetStats | Stop
+)

@@ -30,6 +30,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "params": Policy("kept", "sent"),
         "prompt": Policy("kept", "sent", "prompt"),  # only if return_prompt
         "stream": Policy("no", "sent"),
+        "cache_salt": Policy("kept", "sent"),
     },
     "SamplingParams": {
         "max_tokens": Policy("kept", "sent"),
@@ -89,6 +90,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "replay": Policy("anew", "no"),
         "exact": Policy("kept", "no", "exact"),  # and False if the fingerprints are unequal
         "tried_at": Policy("anew", "no"),
+        "awaits": Policy("anew", "no"),
         "slot": Policy("anew", "no"),
         "pages": Policy("anew", "no"),
         "nodes": Policy("anew", "no"),
@@ -116,6 +118,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "num_checkpoints": Policy("made", "sent", "metrics.num_checkpoints"),
         "epochs": Policy("kept", "sent", "outputs.weight_epochs"),
         "timing": Policy("kept", "sent", "metrics.arrival_time, metrics.events"),
+        "cache_salt": Policy("kept", "sent"),
     },
     "Record": {
         "request_id": Policy("no", "no", "request_id"),

@@ -10,6 +10,7 @@ MomentKind = Literal[
     "queued",  # admitted, and waiting; detail: the request's id
     "held",  # waits for something beside the loop; detail: what that is
     "released",  # that is ready
+    "awaits",  # waits on, because another request is about to publish pages of its prompt
     "scheduled",  # has a slot and pages; num_tokens: known tokens it has to compute before it goes on
     "chunk",  # so many of these were computed in one step
     "first_token",  # the first output token is known

@@ -94,7 +94,7 @@ class Stats(msgspec.Struct, frozen=True):
     """A snapshot of the scheduler. Counts of requests are of now, the others since start or `reset`.
 
     state: running, paused, suspended or stopped. paused_ids: requests that wait for a page, in order; an engine that is
-    paused need have none.
+    paused need have none. num_pinned_pages: held by `pin_prefix`, whoever else holds them.
     """
 
     state: str
@@ -102,6 +102,7 @@ class Stats(msgspec.Struct, frozen=True):
     paused_ids: list[RequestId]
     num_pages: int
     num_free_pages: int
+    num_pinned_pages: int
     num_running: int
     num_waiting: int
     num_paused: int

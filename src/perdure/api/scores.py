@@ -123,23 +123,25 @@ class TokenScores(Sequence["dict[int, Logprob] | None"]):
     def num_scored(self) -> int:
         return len(self.chosen)
 
-    def cut(self, first: int, end: int) -> TokenScores:
-        """A copy of scored entries first .. end - 1, without the leading None."""
+    def cut(self, first: int, end: int, most_top: int | None = None) -> TokenScores:
+        """A copy of scored entries first .. end - 1, without the leading None, and with most_top of the best of each at
+        most."""
         part = TokenScores(listed_ids=self.listed_ids)
-        width = len(self.listed_ids)
-        for i in range(first, end):
-            low = self.top_first[i]
-            high = low + self.num_top[i]
-            listed = slice(i * width, (i + 1) * width)
-            part.append(
-                self.token_ids[i],
-                self.chosen[i],
-                self.rank[i],
-                self.top_ids[low:high],
-                self.top_scores[low:high],
-                self.listed_ranks[listed],
-                self.listed_scores[listed],
-            )
+        part.token_ids = self.token_ids[first:end]
+        part.chosen = self.chosen[first:end]
+        part.rank = self.rank[first:end]
+        listed = slice(first * len(self.listed_ids), end * len(self.listed_ids))
+        part.listed_ranks, part.listed_scores = self.listed_ranks[listed], self.listed_scores[listed]
+        part.num_top = self.num_top[first:end]
+        if most_top is not None and max(part.num_top, default=0) > most_top:
+            part.num_top = array("i", [min(count, most_top) for count in part.num_top])
+            for low, count in zip(self.top_first[first:end], part.num_top, strict=True):
+                part.top_ids += self.top_ids[low : low + count]
+                part.top_scores += self.top_scores[low : low + count]
+        elif part.num_top:
+            tops = slice(self.top_first[first], self.top_first[end - 1] + self.num_top[end - 1])
+            part.top_ids, part.top_scores = self.top_ids[tops], self.top_scores[tops]
+        part.top_first = _firsts(part.num_top)
         return part
 
     def copy(self) -> TokenScores:
@@ -164,7 +166,7 @@ class TokenScores(Sequence["dict[int, Logprob] | None"]):
         found.token_ids.extend(token_ids)
         for name in packed.__struct_fields__:
             getattr(found, name).frombytes(getattr(packed, name))
-        found.top_first.extend(accumulate(found.num_top[:-1], initial=0) if found.num_top else ())
+        found.top_first = _firsts(found.num_top)
         return found
 
     def extend(self, other: TokenScores) -> None:
@@ -224,3 +226,8 @@ class TokenScores(Sequence["dict[int, Logprob] | None"]):
 
     def __repr__(self) -> str:
         return f"TokenScores({list(self)!r})"
+
+
+def _firsts(num_top: array[int]) -> array[int]:
+    """Where each entry's best begin."""
+    return array("q", accumulate(num_top[:-1], initial=0) if num_top else ())

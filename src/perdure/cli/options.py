@@ -48,6 +48,9 @@ class EngineOptions:
     ] = None
     num_pages: Annotated[int | None, _engine("Pages of the KV pool; without it, as memory allows.")] = None
     page_size: Annotated[int, _engine("Tokens in one page.")] = _ENGINE.page_size
+    enable_prefix_caching: Annotated[bool, _engine("Compute what prompts begin with in common once.")] = (
+        _ENGINE.enable_prefix_caching
+    )
     steps_in_flight: Annotated[int, _engine("1: one step after another; 2 to 4: overlapped.")] = _ENGINE.steps_in_flight
     batch_invariant: Annotated[
         bool | None, _engine("The same bits in any company; without it, on a CPU and not on a GPU.")

@@ -11,7 +11,8 @@ def speed_of(results: Sequence[RequestOutput]) -> str:
     """Tokens in and out. The rate is of the tokens after the first, over all requests together."""
     num_prompt = sum(len(one.prompt_token_ids or []) for one in results)
     num_new = sum(len(one.outputs[0].token_ids) for one in results)
-    words = [f"{num_prompt} prompt tokens", f"{num_new} new tokens"]
+    num_cached = sum(one.num_cached_tokens for one in results)
+    words = [f"{num_prompt} prompt tokens" + (f" ({num_cached} cached)" if num_cached else ""), f"{num_new} new tokens"]
     times = [one.metrics for one in results if one.metrics is not None]
     starts = [one.first_token_time for one in times if one.first_token_time is not None]
     ends = [one.finished_time for one in times if one.finished_time is not None]

@@ -47,6 +47,7 @@ def take(state: RequestState, fingerprint: Fingerprint) -> Checkpoint:
         num_evictions=state.num_evictions,
         num_checkpoints=state.num_checkpoints + 1,
         epochs=tuple(state.epochs),
+        cache_salt=request.cache_salt,
     )
 
 

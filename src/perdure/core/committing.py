@@ -59,7 +59,7 @@ class Committing:
                 state.num_computed += plan.length[row]
                 if plan.num_tokens[row]:
                     requests.note(state, "chunk", plan.length[row])
-                requests.publish(state)
+                requests.cache.publish(state)
             self._after_tokens(state, len(new_tokens))
 
     def _after_tokens(self, state: RequestState, count: int) -> None:

@@ -31,6 +31,9 @@ class Requests(Protocol):
     def num_live(self) -> int: ...
 
     @property
+    def num_pins(self) -> int: ...
+
+    @property
     def weights(self) -> int:
         """The epoch that the present weights were loaded as."""
         ...
@@ -222,6 +225,8 @@ class Control:
                 return "reset is refused while the engine is suspended: resume it first"
             case cmd.Reset() if requests.num_live:
                 return f"reset needs an engine without requests: {requests.num_live} are outstanding"
+            case cmd.Reset() if requests.num_pins:
+                return f"reset needs an engine without pinned prefixes: {requests.num_pins} are not released"
             case cmd.UpdateWeights(has_weights=True) if is_suspended and self._residency.weights is not None:
                 return "weights are updated when they are awake: resume(tags=['weights']) first"
             case cmd.UpdateWeights(has_weights=True, cache="salt") if self._epoch_of(order) == requests.weights:

@@ -161,7 +161,7 @@ class Entries:
         size = int.from_bytes(head[:4], "little")
         body = self._file.read(size)
         if len(head) < 8 or not size or len(body) < size:
-            self.num_torn_bytes = len(head) + len(body)
+            self.num_torn_bytes = len(head) + len(body) + len(self._file.read())
             return None
         if zlib.crc32(body) != int.from_bytes(head[4:], "little"):
             raise JournalError(f"the journal is damaged: the entry at byte {at} is not what was written")

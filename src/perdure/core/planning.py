@@ -1,13 +1,17 @@
 """`Planning`: which rows the next step computes.
 
-- A step first continues residents that decode, then those in prefill, then admits: first come, first served, nobody
-  overtakes but whoever is ready goes past those whose grammar is not. All of it under one token budget.
+- A step first continues residents that decode, then those in prefill, then admits: first come, first served. All of it
+  under one token budget.
+- Nobody overtakes one that waits for a slot or for pages. Whoever is ready goes past those whose grammar is not. One
+  that waits for a prefix which another computes is passed over too, and a slot and its pages are kept for it.
 - Pages for a prefill are taken whole at admission, so a prefill never stalls; a decoding row takes one at a time.
 - Without a page somebody is put aside (`preempt`).
 - Work is O(rows), never O(context).
 """
 
 from __future__ import annotations
+
+from itertools import islice
 
 from perdure.api.config import CoreConfig
 from perdure.api.plan import StepPlan
@@ -30,7 +34,8 @@ class Planning:
     @property
     def can_act(self) -> bool:
         """Whether `plan` could return a step now, as far as is known without trying."""
-        return self._control.may_plan and bool(self._requests.residents or self._admissible())
+        has_rows = bool(self._requests.residents) or any(not state.in_flight for state in self._ready(1))
+        return self._control.may_plan and has_rows
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if there is nothing to do now (paused, drained, or all that can run is in flight)."""
@@ -90,45 +95,60 @@ class Planning:
         draft.grow(state, 1)
         return True
 
-    def _admissible(self) -> RequestState | None:
-        """The first in the queue that neither a pause nor what it waits for holds back, unless its own steps are still
-        in flight."""
+    def _ready(self, count: int) -> list[RequestState]:
+        """The first in the queue that neither a pause nor what they wait for holds back."""
         may_admit = self._control.may_admit
         ready = (state for state in self._requests.waiting if not state.waits_for and may_admit(state.arrival))
-        head = next(ready, None)
-        return None if head is None or head.in_flight else head
+        return list(islice(ready, count))
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
         requests = self._requests
         if not self._config.admit_beside_paused and any(s.status is Status.PAUSED for s in requests.residents):
             return
-        while draft.tokens_left > 0 and requests.slots.num_free and (state := self._admissible()) is not None:
-            if state.tried_at == requests.pool.version or not self._take_in(state, draft):
+        num_kept = 0
+        for state in self._ready(requests.slots.num_free):
+            if draft.tokens_left <= 0 or state.in_flight or state.tried_at == requests.pool.version:
+                break
+            num_found = requests.cache.find(state)
+            if requests.cache.is_coming(state):
+                requests.let_wait(state)
+                num_kept += self._num_pages(state) - num_found
+            elif not self._take_in(state, num_found, num_kept, draft):
                 break
 
-    def _take_in(self, state: RequestState, draft: PlanDraft) -> bool:
-        """Give the request a slot, what the prefix index has of it, and pages for all its known tokens."""
+    def _num_pages(self, state: RequestState) -> int:
+        """For all its known tokens."""
+        return budget.num_pages_for(min(len(state.tokens), state.last_position), self._config.page_size)
+
+    def _fits(self, state: RequestState, num_needed: int, shared: list[int]) -> bool:
         requests = self._requests
-        end = min(len(state.tokens), state.last_position)
-        pages, nodes = requests.cached_prefix(state)
-        needed = budget.num_pages_for(end, self._config.page_size) - len(pages)
         paused = sum(other.status is Status.PAUSED for other in requests.residents)
-        num_free = requests.pool.num_free - requests.pool.num_idle(pages) - paused
-        if not preempt.may_return(num_free, needed, len(requests.residents), state.num_evictions):
-            state.tried_at = requests.pool.version
+        num_free = requests.pool.num_free - requests.pool.num_idle(shared) - paused
+        return preempt.may_return(num_free, num_needed, len(requests.residents), state.num_evictions)
+
+    def _take_in(self, state: RequestState, num_found: int, num_kept: int, draft: PlanDraft) -> bool:
+        """Give the request a slot, the pages found of its prefix, and private ones for the rest of its known tokens.
+
+        num_kept: pages that others are to have."""
+        requests = self._requests
+        needed = self._num_pages(state) - num_found
+        pages = requests.cache.pages(state, num_found)
+        if not self._fits(state, needed + num_kept, pages):
+            if not num_kept:
+                state.tried_at = requests.pool.version
             return False
+        requests.cache.take_scores(state)
         requests.begin(state)
-        is_current = requests.prefix.is_current(pages)
-        state.exact = state.exact and is_current
-        state.nodes = nodes if self._config.enable_prefix_caching and is_current else None
         state.num_planned = state.num_computed = len(pages) * self._config.page_size
-        state.prefill_end = end
+        state.prefill_end = end = min(len(state.tokens), state.last_position)
+        requests.cache.begin(state, len(pages))
         draft.init_row(state, self._config.vocab_size)
         draft.share(state, pages)
         draft.grow(state, needed)
         state.num_residencies += 1
         if state.num_residencies == 1 and not state.num_output:
-            state.num_cached = state.num_computed
+            # What a checkpoint brings was counted before.
+            state.num_cached = state.num_cached or state.num_computed
             requests.counters.num_cached_tokens += state.num_computed
             requests.counters.num_prompt_tokens += state.prompt_length
         if not self._config.batch_invariant and (pages or state.has_begun):

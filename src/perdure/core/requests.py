@@ -20,8 +20,7 @@ from perdure.api.plan import DeviceRow
 from perdure.api.request import RequestId
 from perdure.core.draft import row_settings
 from perdure.core.lifecycle import Status
-from perdure.core.pages import PagePool
-from perdure.core.prefix import PrefixIndex
+from perdure.core.prefix_cache import PrefixCache
 from perdure.core.queue import Queue, replay_order
 from perdure.core.slots import Slots
 from perdure.core.state import RequestState
@@ -47,8 +46,8 @@ class Requests:
         self.config = config
         self.fingerprint = config.fingerprint
         """What the bits of results depend on, with the weights of now."""
-        self.prefix = PrefixIndex(config.page_size)
-        self.pool = PagePool(config.num_pages, self.prefix.forget)
+        self.cache = PrefixCache(config)
+        self.pool = self.cache.pool
         self.slots = Slots(config.max_num_seqs)
         self.states: dict[int, RequestState] = {}
         """By arrival: all that are live, and final ones with steps in flight."""
@@ -73,6 +72,12 @@ class Requests:
         state.move(Status.RUNNING)
         insort(self.residents, state, key=order_of)
         state.slot = self.slots.take()
+
+    def let_wait(self, state: RequestState) -> None:
+        """For pages that somebody else computes."""
+        if not state.awaits:
+            state.awaits = True
+            self.note(state, "awaits")
 
     def pause(self, state: RequestState) -> None:
         if state.status is Status.RUNNING:
@@ -123,7 +128,7 @@ class Requests:
         """Give slot and pages back. Steps in flight may still write to them: whoever gets them next writes later."""
         self.residents.remove(state)
         self.slots.release(state.slot)
-        self.pool.release(state.pages)
+        self.cache.leave(state)
         state.leave_device()
 
     def forget_if_done(self, state: RequestState) -> None:
@@ -139,38 +144,6 @@ class Requests:
         told, self.events = self.events, []
         return told
 
-    # The prefix cache
-
-    def cached_prefix(self, state: RequestState) -> tuple[list[int], list[int]]:
-        """Published pages this request may begin with: one position is left to compute, and none whose scores are
-        asked and not recorded."""
-        if not self.config.enable_prefix_caching or state.request.params.skip_reading_prefix_cache:
-            return [], []
-        limit = min(len(state.tokens), state.last_position) - 1
-        if state.num_prompt_scores_missing:
-            assert state.prompt_scores is not None
-            limit = min(limit, state.prompt_scores.num_scored)
-        return self.prefix.match(state.tokens, limit)
-
-    def publish(self, state: RequestState) -> None:
-        """Offer full, committed pages to later prompts."""
-        nodes, size = state.nodes, self.config.page_size
-        if nodes is None or state.num_computed < (len(nodes) + 1) * size:
-            return
-        for index in range(len(nodes), state.num_computed // size):
-            parent = nodes[-1] if nodes else self.prefix.root
-            page = state.pages[index]
-            node, is_new = self.prefix.publish(parent, state.tokens[index * size : (index + 1) * size], page)
-            if is_new:
-                self.pool.publish(page)
-            nodes.append(node)
-
-    def clear_cache(self) -> None:
-        for page in self.prefix.clear():
-            self.pool.unpublish(page)
-        for state in self.residents:
-            state.nodes = None
-
     # What orders do to all of them (`control.Requests`)
 
     @property
@@ -178,8 +151,12 @@ class Requests:
         return len(self.live)
 
     @property
+    def num_pins(self) -> int:
+        return len(self.cache.pins)
+
+    @property
     def weights(self) -> int:
-        return self.prefix.weights
+        return self.cache.index.weights
 
     def any_before(self, arrival: int) -> bool:
         return any(state.arrival < arrival for state in self.live.values())
@@ -189,23 +166,22 @@ class Requests:
 
     def drop_kv(self) -> None:
         self._replay_residents()
-        self.clear_cache()
+        self.cache.clear(self.residents)
 
     def take_weights(self, epoch: int, digest: str, cache: cmd.CachePolicy, in_flight: cmd.InFlightPolicy) -> None:
         self.fingerprint = replace(self.fingerprint, weights=digest)
         if in_flight == "recompute":
             self._replay_residents()
         if cache == "invalidate":
-            self.clear_cache()
-        self.prefix.take_weights(epoch, keep=cache == "keep")
+            self.cache.clear(self.residents)
+        self.cache.take_weights([*self.residents, *self.waiting], epoch, keep=cache == "keep")
         for state in self.waiting:
             state.forget_prompt_scores()
         for state in self.residents:  # their KV is of the weights before
-            state.nodes = None
             state.exact = False
 
     def begin_anew(self) -> None:
-        self.clear_cache()
+        self.cache.clear(self.residents)
         self.pool.begin_anew()
         self.counters = Counters()
 
@@ -235,7 +211,7 @@ class Requests:
         """With nobody live and nothing in flight nothing is held. Costs nothing; raises AssertionError."""
         if self.live or self.steps_in_flight:
             return
-        lost = self.pool.num_pages - self.pool.num_free
+        lost = self.pool.num_pages - self.pool.num_free - self.cache.pins.num_pages
         assert not lost, f"{lost} of {self.pool.num_pages} pages are held by nobody"
         assert self.slots.num_free == self.slots.num_slots, "a device row is held by nobody"
         kept = len(self.states) + len(self.residents) + len(self.waiting)
@@ -244,10 +220,9 @@ class Requests:
     def check(self) -> None:
         """Everything is accounted for; for debugging and tests. Raises AssertionError."""
         self.check_idle()
-        self.prefix.check(self.pool.is_published)
+        self.cache.check(self.residents)
         for state in self.live.values():
             state.check()
-        self.pool.check([state.pages for state in self.residents])
         assert [s.order for s in self.residents] == sorted(s.order for s in self.residents)
         self.waiting.check()
         assert not any(s.waits_for for s in self.residents)

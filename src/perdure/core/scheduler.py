@@ -52,7 +52,12 @@ class Scheduler:
             case cmd.TakeCheckpoint():
                 self._take_checkpoint(command)
             case cmd.ResetPrefixCache(ticket):
-                self.requests.clear_cache()
+                self.requests.cache.clear(self.requests.residents)
+                self.requests.events.append(ev.Done(ticket))
+            case cmd.PinPrefix(ticket, tokens, salt):
+                self.requests.events.append(self._pin(ticket, tokens, salt))
+            case cmd.UnpinPrefix(ticket, pin):
+                self.requests.cache.pins.release(pin)
                 self.requests.events.append(ev.Done(ticket))
             case cmd.GetStats(ticket):
                 self.requests.events.append(ev.Done(ticket, self.stats()))
@@ -139,6 +144,12 @@ class Scheduler:
         if asked.end:
             self.requests.end(state, Status.ABORTED, "abort")
 
+    def _pin(self, ticket: int, tokens: list[int], salt: str | None) -> ev.Done:
+        try:
+            return ev.Done(ticket, self.requests.cache.pins.add(ticket, tokens, salt))
+        except InvalidValue as error:
+            return ev.Done(ticket, failure=Failure.of(error))
+
     # Steps
 
     @property
@@ -199,6 +210,7 @@ class Scheduler:
             paused_ids=[state.request.request_id for state in self.requests.residents if state.status is Status.PAUSED],
             num_pages=self.requests.pool.num_pages,
             num_free_pages=self.requests.pool.num_free,
+            num_pinned_pages=self.requests.cache.pins.num_pages,
             num_running=len(self.requests.residents) - num_paused,
             num_waiting=len(self.requests.waiting),
             num_paused=num_paused,

@@ -13,6 +13,7 @@ from perdure.api.request import Request
 from perdure.api.sampling import LogprobsMode
 from perdure.api.scores import TokenScores
 from perdure.core.lifecycle import FINAL, REQUEST_MOVES, Status, moved
+from perdure.core.prefix import Node
 from perdure.core.stopping import StopRule
 
 NO_SLOT = -1
@@ -23,6 +24,7 @@ class RequestState:
 
     __slots__ = (
         "arrival",
+        "awaits",
         "epochs",
         "exact",
         "in_flight",
@@ -90,8 +92,11 @@ class RequestState:
         """Nothing of it is on the device any more."""
         self.slot = NO_SLOT
         self.pages: list[int] = []
-        self.nodes: list[int] | None = None
-        """Nodes of the prefix index for its first full pages; None = publishes nothing in this residency."""
+        self.nodes: list[Node] | None = None
+        """Nodes of the prefix index for its first full pages: found while it waits; found and published while it is
+        resident, where None = it publishes nothing."""
+        self.awaits = False
+        """Whether it was passed over because another computes pages of its prompt."""
         self.num_planned = 0
         self.num_computed = 0
         self.prefill_end = 0

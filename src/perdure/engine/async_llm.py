@@ -8,7 +8,7 @@ import weakref
 from collections.abc import AsyncIterator, Generator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
@@ -23,6 +23,7 @@ from perdure.engine.chat_template import Messages, Tools
 from perdure.engine.conversation import laid_out
 from perdure.engine.engine import Engine
 from perdure.engine.handle import REFUSALS, Arrivals, refused_output
+from perdure.engine.pinned import AsyncPinnedPrefix
 from perdure.engine.prompts import Prompt, params_for, submission
 from perdure.engine.scoring import SCORING, Scoring
 from perdure.engine.text import StreamBuilder, build_output
@@ -230,6 +231,15 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> None:
         await _wrapped(self._engine.ask(cmd.ResetPrefixCache))
+
+    async def pin_prefix(self, prompt: Prompt) -> AsyncPinnedPrefix:
+        """Keep a prompt's cached pages until `release`, or the end of an `async with` block (`LLM.pin_prefix`)."""
+        pin, answer = self._engine.pin(prompt)
+        try:
+            return AsyncPinnedPrefix(self._engine, pin, cast(int, await _wrapped(answer)))
+        except asyncio.CancelledError:  # nobody could release it
+            self._engine.unpin(pin)
+            raise
 
     async def stats(self) -> Stats:
         found = await _wrapped(self._engine.ask(cmd.GetStats))

@@ -25,14 +25,14 @@ from perdure.api import event as ev
 from perdure.api.config import EngineConfig
 from perdure.api.errors import EngineDead, InvalidValue, PerdureError
 from perdure.api.event import Event, Failure
-from perdure.api.request import Request, RequestId
+from perdure.api.request import Request, RequestId, checked_id
 from perdure.core.journal import Journal
 from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import TextCursor
 from perdure.engine.handle import Arrivals
 from perdure.engine.loop import Inbox, Loop
 from perdure.engine.progress import Reporter
-from perdure.engine.prompts import Prompt, checked_id, ids_to_abort, name_of
+from perdure.engine.prompts import Prompt, ids_to_abort, name_of, salt_of, token_ids_of
 from perdure.engine.resolve import Resolved, resolve
 from perdure.engine.spelling import text_cursor
 from perdure.models.weight_set import Source
@@ -51,7 +51,9 @@ class Receiver(Protocol):
         """No event will come any more."""
 
 
-Question = cmd.TakeCheckpoint | cmd.Order | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop
+Question = (
+    cmd.TakeCheckpoint | cmd.Order | cmd.ResetPrefixCache | cmd.PinPrefix | cmd.UnpinPrefix | cmd.GetStats | cmd.Stop
+)
 """Commands that have an answer."""
 
 
@@ -189,6 +191,15 @@ class Engine:
             raise InvalidValue(f"end={end!r} is not a bool")
         return self._ask(cmd.TakeCheckpoint(self.ticket(), request_id, request_ticket, end))
 
+    def pin(self, prompt: Prompt) -> tuple[int, Future[object]]:
+        """Pin a prompt's full pages: the pin's name, and how many tokens it will hold. Raises `InvalidValue`."""
+        token_ids, _ = token_ids_of(prompt, self.tokenizer)
+        order = cmd.PinPrefix(self.ticket(), token_ids, salt_of(prompt))
+        return order.ticket, self._ask(order)
+
+    def unpin(self, pin: int) -> Future[object]:
+        return self._ask(cmd.UnpinPrefix(self.ticket(), pin))
+
     def pause(self, mode: cmd.PauseMode) -> Future[object]:
         _check_choice("mode", mode, cmd.PauseMode)
         return self._ask(cmd.Pause(self.ticket(), mode))
@@ -199,7 +210,7 @@ class Engine:
         return self._ask(cmd.Suspend(self.ticket(), kv, weights))
 
     def resume(self, tags: Sequence[cmd.Tag] | None) -> Future[object]:
-        if isinstance(tags, str):
+        if tags is not None and (isinstance(tags, str) or not isinstance(tags, Sequence)):
             raise InvalidValue(f"tags={tags!r} is no list of names; the names are: {', '.join(get_args(cmd.Tag))}")
         for tag in tags or ():
             _check_choice("tags", tag, cmd.Tag)

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
@@ -21,6 +21,7 @@ from perdure.api.sampling import SamplingParams
 from perdure.engine.conversation import laid_out
 from perdure.engine.engine import Engine
 from perdure.engine.handle import REFUSALS, Arrivals, refused_output
+from perdure.engine.pinned import PinnedPrefix
 from perdure.engine.progress import follow
 from perdure.engine.prompts import Prompt, as_batch, params_for, submission
 from perdure.engine.scoring import SCORING, Scoring
@@ -133,6 +134,8 @@ class LLM:
     def _ids_for(self, prompts: list[Prompt], given: RequestId | Sequence[RequestId | None] | None) -> list[RequestId]:
         if given is None:
             given = [None] * len(prompts)
+        if not isinstance(given, (str, int, Sequence)):
+            raise InvalidValue(f"request_ids={given!r} is neither an id nor a list of ids")
         ids = [given] if isinstance(given, (str, int)) else list(given)
         if len(ids) != len(prompts):
             raise InvalidValue(f"request_ids has {len(ids)} entries for {len(prompts)} prompts")
@@ -252,6 +255,17 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; live requests keep their pages."""
         self._engine.ask(cmd.ResetPrefixCache).result()
+
+    def pin_prefix(self, prompt: Prompt) -> PinnedPrefix:
+        """Keep a prompt's cached pages, however full the pool is, until `release`, or the end of a `with` block: the
+        prompt that many requests begin with is computed once.
+
+        Nothing is computed for it: its full pages are held from when a request has computed them. Where the cache is
+        cleared, the KV dropped or other weights loaded, they go like all others, and are held again when they are
+        computed again. Raises `InvalidValue` where it would leave the longest request no room, or holds no full page.
+        """
+        pin, answer = self._engine.pin(prompt)
+        return PinnedPrefix(self._engine, pin, cast(int, answer.result()))
 
     def stats(self) -> Stats:
         found = self._engine.ask(cmd.GetStats).result()

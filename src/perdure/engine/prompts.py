@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from perdure.api import command as cmd
 from perdure.api.checkpoint import Checkpoint
 from perdure.api.errors import InvalidValue
-from perdure.api.request import Request, RequestId
+from perdure.api.request import Request, RequestId, check_salt, checked_id
 from perdure.api.sampling import MAX_INTEGER, SamplingParams, is_unicode
 from perdure.engine.tokenizer import Tokenizer
 from perdure.runner.functions import imported
@@ -22,6 +22,7 @@ from perdure.runner.functions import imported
 Prompt = str | Sequence[int] | Mapping[str, Any] | Checkpoint
 
 _FIELDS = ("prompt", "prompt_token_ids")
+_SALT = "cache_salt"
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
@@ -44,10 +45,12 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int]
     if isinstance(prompt, Checkpoint):
         raise InvalidValue("a checkpoint goes on as it began: it is no prompt to be scored")
     if isinstance(prompt, Mapping):
-        unknown = [name for name in prompt if name not in _FIELDS]
+        unknown = [name for name in prompt if name not in (*_FIELDS, _SALT)]
         given = [name for name in _FIELDS if prompt.get(name) is not None]
         if unknown or len(given) != 1:
-            raise InvalidValue(f"a prompt dict holds one of {', '.join(_FIELDS)} and nothing else; got {list(prompt)}")
+            raise InvalidValue(
+                f"a prompt dict holds one of {', '.join(_FIELDS)}, and at most {_SALT} beside it; got {list(prompt)}"
+            )
         prompt = _plain(prompt[given[0]])
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -58,6 +61,13 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int]
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise InvalidValue(f"prompt={prompt!r} is neither text nor a list of token ids")
     return [_id(at, token) for at, token in enumerate(prompt)], None
+
+
+def salt_of(prompt: Prompt) -> str | None:
+    """What a prompt's cached pages are found by, beside its tokens. Raises `InvalidValue`."""
+    salt = prompt.get(_SALT) if isinstance(prompt, Mapping) else None
+    check_salt(salt)
+    return cast("str | None", salt)
 
 
 def _id(at: int, token: Any) -> int:
@@ -87,8 +97,10 @@ def params_for(
         if given is not None and continues and all(continues):
             raise InvalidValue("sampling_params is given, but a checkpoint goes on with the settings it began with")
         found: list[SamplingParams | None] = [None if one else given or SamplingParams() for one in continues]
-    else:
+    elif isinstance(given, Sequence):
         found = list(given)
+    else:
+        raise InvalidValue(f"sampling_params={given!r} is neither a SamplingParams nor a list of them")
     if len(found) != len(prompts):
         raise InvalidValue(f"sampling_params has {len(found)} entries for {len(prompts)} prompts")
     return [_own_params(at, prompt, params) for at, (prompt, params) in enumerate(zip(prompts, found, strict=True))]
@@ -117,7 +129,7 @@ def submission(
     if isinstance(prompt, Checkpoint):
         return cmd.Submit(prompt.as_request(request_id, ticket, stream), prompt)
     token_ids, text = token_ids_of(prompt, tokenizer)
-    return cmd.Submit(Request(request_id, ticket, token_ids, params, text, stream))
+    return cmd.Submit(Request(request_id, ticket, token_ids, params, text, stream, salt_of(prompt)))
 
 
 def name_of(prompt: Prompt, given: RequestId | None) -> RequestId | None:
@@ -125,14 +137,6 @@ def name_of(prompt: Prompt, given: RequestId | None) -> RequestId | None:
     if given is not None:
         return checked_id(given)
     return prompt.request_id if isinstance(prompt, Checkpoint) else None
-
-
-def checked_id(request_id: RequestId | None) -> RequestId:
-    if isinstance(request_id, bool) or not isinstance(request_id, (str, int)):
-        raise InvalidValue(f"request_id={request_id!r} is neither a str nor an int")
-    if abs(request_id) > MAX_INTEGER if isinstance(request_id, int) else not is_unicode(request_id):
-        raise InvalidValue(f"request_id={request_id!r} fits neither 64 bits nor UTF-8")
-    return request_id
 
 
 def ids_to_abort(request_ids: RequestId | Sequence[RequestId]) -> list[RequestId]:

@@ -13,7 +13,7 @@ from perdure.api.checkpoint import Checkpoint
 from perdure.api.errors import InvalidValue
 from perdure.api.output import RequestOutput
 from perdure.api.sampling import SamplingParams
-from perdure.engine.prompts import Prompt, as_batch, token_ids_of
+from perdure.engine.prompts import Prompt, as_batch, salt_of, token_ids_of
 from perdure.engine.tokenizer import Tokenizer
 
 SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
@@ -56,12 +56,12 @@ class Scoring:
     def _joined(self, prompt: Prompt, tail: list[int]) -> Prompt:
         """A prompt that is wrong in itself stays as it is: it becomes its own refusal."""
         try:
-            head = token_ids_of(prompt, self._tokenizer)[0]
+            head, salt = token_ids_of(prompt, self._tokenizer)[0], salt_of(prompt)
         except InvalidValue:
             if isinstance(prompt, Checkpoint):
                 raise
             return prompt
-        return {"prompt_token_ids": head + tail if head else []}
+        return {"prompt_token_ids": head + tail if head else [], "cache_salt": salt}
 
     def _continued(self, result: RequestOutput, whole: Prompt, tail: list[int]) -> RequestOutput:
         """The scores of a prompt's last tokens as those of an output: of as many as were scored before it ended."""

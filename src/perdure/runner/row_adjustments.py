@@ -19,6 +19,7 @@ from perdure.api.plan import Adjustments, RowInit
 from perdure.ops.adjust import Penalties, RowIds, RowMasks, StepAdjustments
 from perdure.ops.select import Floats, Ids
 from perdure.runner.functions import Functions, Processor
+from perdure.runner.history import History
 from perdure.runner.masks import Walk, Wanted
 
 NONE: Ids = np.empty(0, np.int64)
@@ -135,8 +136,8 @@ class RowAdjustments:
 
     @staticmethod
     def _called(processor: Processor, special: Special, logits: Floats) -> Floats:
-        prompt, output = special.tokens[: special.prompt_length], special.tokens[special.prompt_length :]
-        return processor(prompt, output, logits)
+        tokens, length = special.tokens, special.prompt_length
+        return processor(History(tokens, 0, length), History(tokens, length, len(tokens)), logits)
 
     def wanted_masks(self, slots: Ids) -> list[Wanted]:
         """What the grammars of these rows will be asked, to draw their next tokens."""
