@@ -30,9 +30,10 @@ def blocks_of(offsets, starts, rows, size):
     ("page_size", "kind"), [(16, kind) for kind in KINDS] + [(4, "plain"), (5, "both"), (256, "plain")]
 )
 @pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_against_the_reference(device, dtype, heads, page_size, kind):
     """Rows of one query and prompts in one batch, over shuffled pages; what is not seen is NaN."""
-    if heads != HEADS[ON_GPU * 3] and (dtype != torch.float32 or page_size != 16):
+    if heads != HEADS[ON_GPU * 3] and (dtype != torch.float32 or page_size != 16 or (kind != "both" and not ON_GPU)):
         pytest.skip("other types and pages with one size of heads")
     num_heads, num_kv_heads, dim = heads
     width = -(-max(s + n for s, n in zip(STARTS, LENGTHS)) // page_size)

@@ -17,7 +17,7 @@ from tests.cuda.conftest import ON_GPU
 from tests.runner.plans import CONFIG, Driver, Row, entries, prompt, tiny_model
 from tests.witness import witness
 
-NUM_DECODES = 20 if ON_GPU else 2
+NUM_DECODES = 20 if ON_GPU else 1
 GRAPHS = ShapeRules(8, 120, 128, 4, "hybrid", 64, 2)
 
 
@@ -91,6 +91,8 @@ def right():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_life_as_on_a_cpu(device, right, form):
+    if not ON_GPU and form == "eager":
+        pytest.skip("the interpreter runs the padded shapes eagerly")
     driver = CudaDriver(device, **FORMS[form])
     for found, expected in zip(life(driver), right, strict=True):
         check_equal(found, expected)
@@ -100,9 +102,9 @@ def test_the_same_life_as_on_a_cpu(device, right, form):
         witness("feat-cuda-graph", replays=replays, shapes=[shape.num_tokens for shape in driver.device.graphs.shapes])
 
 
-def test_T59_padding_writes_nowhere(device):
+def test_T59_padding_writes_nowhere(gpu):
     """Three rows in a graph of four, many times: no page outside the three rows' changes, and no row of nobody's."""
-    driver = CudaDriver(device, rules=ShapeRules(8, 120, 128, 4, "linear", 8))
+    driver = CudaDriver(gpu, rules=ShapeRules(8, 120, 128, 4, "linear", 8))
     ids = [prompt(length) for length in (5, 7, 9)]
     for slot in range(3):
         driver.admit(slot, len(ids[slot]))
@@ -112,10 +114,10 @@ def test_T59_padding_writes_nowhere(device):
     pool = driver.device._kv._pool
     others = [page for page in range(pool.shape[3]) if page not in mine]
     with torch.inference_mode():
-        pool[:, :, :, others] = torch.randn(pool[:, :, :, others].shape).to(device)
+        pool[:, :, :, others] = torch.randn(pool[:, :, :, others].shape).to(gpu)
         driver.device._table[:, driver.pages_per_slot - 2 :] = others[0]  # what nobody should follow
     before = pool[:, :, :, others].clone()
-    count = 20 if ON_GPU else 2
+    count = 20
     for _ in range(count):
         driver.run(Row(0), Row(1), Row(2))
     assert torch.equal(pool[:, :, :, others], before)
@@ -138,9 +140,9 @@ def test_a_row_with_unusable_logits_fails_alone(device):
     assert [row for row, _ in later.errors] == [0] and later.num_sampled == [0, 1]
 
 
-def test_two_steps_in_flight(device, right):
+def test_two_steps_in_flight(gpu, right):
     """Results are taken one step late, in order, and are the same."""
-    driver = CudaDriver(device)
+    driver = CudaDriver(gpu)
     ids = prompt(5)
     driver.admit(0, 5)
     tickets = [driver.device.launch(driver.plan(Row(0, ids)))]
