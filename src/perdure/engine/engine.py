@@ -30,7 +30,6 @@ from perdure.engine.resolve import Resolved, resolve
 from perdure.engine.spelling import text_cursor
 from perdure.models.store import Store
 from perdure.models.weight_set import Source
-from perdure.runner.worker import ThreadedRunner
 
 log = logging.getLogger("perdure")
 
@@ -54,7 +53,7 @@ class Engine(Desk):
             )
         journal = _open_journal(config, self.resolved)
         self._inbox = Inbox()
-        device = ThreadedRunner(self.resolved.runner)
+        device = self.resolved.device()
         self._loop = Loop(
             Scheduler(core, self._cursor),
             device,
@@ -66,7 +65,7 @@ class Engine(Desk):
             audit=self._audit,
         )
         self._thread = threading.Thread(target=self._run, name="perdure-loop", daemon=True)
-        self._threads = (self._thread, device.thread)
+        self._threads = (self._thread, *device.threads)
         self._thread.start()
 
     def _cursor(self, request: Request) -> TextCursor:
