@@ -338,6 +338,7 @@ def test_a_checkpoint_s_own_id_meets_no_made_up_one(make_llm: MakeLLM) -> None:
         assert [output.request_id for output in outputs] == [f"request-{number + n}" for n in (1, 0, 2)]
 
 
+@pytest.mark.alone
 def test_a_checkpoint_of_4000_tokens_is_small_and_quick(tmp_path: Path, one_thread: None) -> None:
     """Under 2 ms (best of 5) on the loop's thread, and there and back; 12 bytes a token and 4 KB beyond scores."""
     model = make_tiny_llama(tmp_path / "long", seed=0, num_layers=1, max_position_embeddings=8192)

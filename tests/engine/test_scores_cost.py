@@ -13,6 +13,8 @@ from perdure.api.plan import StepOutput, StepPlan
 from tests.engine.helpers import prompt
 from tests.witness import witness
 
+pytestmark = pytest.mark.alone
+
 NUM_ROWS, NUM_TOKENS, NUM_TURNS = 4, 16, 4
 MOST = 1.10
 
