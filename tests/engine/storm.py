@@ -58,6 +58,7 @@ SETTINGS = {
     "own seed": SamplingParams(max_tokens=16, ignore_eos=True, logprobs=0, prompt_logprobs=0, priority=1),
     "stop ids": SamplingParams(max_tokens=24, seed=5, stop_token_ids=list(range(0, V, 12)), min_tokens=3, logprobs=1),
     "sequences": SamplingParams(max_tokens=24, seed=6, stop_token_sequences=[[i] for i in range(1, V, 20)]),
+    "structured": SamplingParams(max_tokens=24, seed=8, logprobs=1, structured_outputs={"regex": "([a-f]{1,3} ){3,6}"}),
     "no output": SamplingParams(max_tokens=0, prompt_logprobs=1),
     "two": SamplingParams(n=2, max_tokens=12, seed=8, ignore_eos=True, logprobs=1, prompt_logprobs=0),
     "four": SamplingParams(n=4, max_tokens=18, stop_token_ids=list(range(3, V, 25)), logprobs=0),
@@ -205,6 +206,10 @@ class Side:
         self.engine = self.llm._engine
         self.scheduler = self.engine._loop.scheduler
         self.by_hand = ByHand(self.engine)
+        for number, params in enumerate(SETTINGS.values()):
+            if params.structured_outputs is not None:  # compiled now: when else, would be another storm each time
+                grammars = self.engine.resolved.runner.grammars
+                grammars.hold(-number, params.structured_outputs).result(timeout=60)
         self.num_copies = 0
         self._plan = self.scheduler.plan
         self.scheduler.plan = self._counted_plan  # type: ignore[method-assign]

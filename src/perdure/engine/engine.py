@@ -36,7 +36,6 @@ from perdure.engine.prompts import Prompt, ids_to_abort, name_of, salt_of, token
 from perdure.engine.resolve import Resolved, resolve
 from perdure.engine.spelling import text_cursor
 from perdure.models.weight_set import Source
-from perdure.runner.worker import ThreadedRunner
 
 log = logging.getLogger("perdure")
 
@@ -102,7 +101,7 @@ class Engine:
         self._lock = threading.Lock()
         self._dead: EngineDead | None = None
         self._inbox = Inbox()
-        device = ThreadedRunner(self.resolved.runner)
+        device = self.resolved.device()
         self._loop = Loop(
             Scheduler(core, self._cursor),
             device,
@@ -114,7 +113,7 @@ class Engine:
             audit=self._audit,
         )
         self._thread = threading.Thread(target=self._run, name="perdure-loop", daemon=True)
-        self._threads = (self._thread, device.thread)
+        self._threads = (self._thread, *device.threads)
         self._thread.start()
 
     def _cursor(self, request: Request) -> TextCursor:
