@@ -1,5 +1,5 @@
-"""Replicas killed and frozen in mid-stream, the coordinator gone and back: streams go on, and equal the undisturbed run to
-the last bit; no token twice, none missing."""
+"""Replicas killed and frozen in mid-stream, the coordinator gone and back: streams go on, and equal the undisturbed
+run to the last bit; no token twice, none missing."""
 
 from __future__ import annotations
 

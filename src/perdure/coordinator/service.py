@@ -6,6 +6,7 @@ its output where it can be reached, and ends when its input does: with whoever s
 
 from __future__ import annotations
 
+import logging
 import secrets
 import signal
 import time
@@ -18,6 +19,8 @@ from perdure.coordinator.coordinator import Coordinator
 from perdure.coordinator.parent import end_with_input, first_line
 from perdure.coordinator.router import Routing
 from perdure.coordinator.wire import AnsweringSocket, read_secret
+
+log = logging.getLogger("perdure")
 
 
 def new_number() -> int:
@@ -41,7 +44,11 @@ class Service:
                 socket.wait(coordinator.due(time.monotonic()) - time.monotonic())
                 now = time.monotonic()
                 for address, *frames in socket.received():
-                    coordinator.take(address, frames, now)
+                    try:
+                        coordinator.take(address, frames, now)
+                    except Exception:
+                        log.exception("a packet could not be followed: the session it came in is ended")
+                        coordinator.expel(address, now)
                 coordinator.tick(now)
                 for address, packet in coordinator.packets(now):
                     socket.send(address, packet)
