@@ -156,13 +156,13 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(long_model):
 def test_ctrl_d_during_an_answer_ends_the_program_after_it(long_model):
     """As /quit does that is typed ahead; nobody has to press it again."""
     for typed in ("\x04", "/quit\r"):
-        me = Somebody("--model", long_model, "--ignore-eos", "--num-pages", "6250", "--max-tokens", "1000", "--speed")
+        me = Somebody("--model", long_model, "--ignore-eos", "--num-pages", "6250", "--max-tokens", "500", "--speed")
         me.sees("> ")
         me.types("Hi")
         me.sees("Hi\r\n")
         me.presses(typed)
         assert me.leaves() == 0
-        assert "1000 new tokens" in me.transcript().replace(",", "")
+        assert "500 new tokens" in me.transcript().replace(",", "")
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])

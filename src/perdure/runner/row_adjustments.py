@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perdure.api.plan import Adjustments, RowInit
 from perdure.ops.adjust import Penalties, RowIds, RowMasks, StepAdjustments
@@ -97,6 +98,11 @@ class RowAdjustments:
             special = self._special[slot]
             if special is not None and special.keeps_tokens:
                 special.tokens.append(token)
+
+    def touches(self, slots: Ids, output_index: Ids) -> NDArray[np.bool_]:
+        """Whether anything is done to the logits of each of these rows at these output indices."""
+        touched: NDArray[np.bool_] = self._is_special[slots] | (output_index < self._min_tokens[slots])
+        return touched
 
     def check(self, slot: int, told: RowAdjustments) -> None:
         """What this row asked, and its history, are those of another account of it."""
