@@ -24,6 +24,10 @@ export PROMPT
 # What `make soak` changes, all of it. tests/conftest.py reads these and holds the everyday values.
 SOAK := PERDURE_SIM_LIVES=50000 PERDURE_SOAK_FACTOR=10
 
+# Two at a time, each with one thread: most tests are of small models. The rows of the run before are kept.
+WORKERS := -n 2 --dist loadfile
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 PERDURE_ROWS=add
+
 PIP_FLAGS ?= --quiet --quiet # errors only; make PIP_FLAGS= shows all that pip does
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install $(PIP_FLAGS)
 say = @printf '==> %s\n'
@@ -35,8 +39,10 @@ run: $(VENV)/.stamp-package $(VENV)/.stamp-model
 	@$(BIN)/perdure generate --chat "$$PROMPT" --max-tokens 64 --temperature 0
 
 test: lint $(VENV)/.stamp-model
-	$(say) "tests"
-	@$(BIN)/python -m pytest
+	$(say) "tests that measure, one at a time"
+	@$(BIN)/python -m pytest -m alone
+	$(say) "all other tests, side by side"
+	@env $(SIDE_BY_SIDE) $(BIN)/python -m pytest -m "not alone" $(WORKERS)
 
 rows:
 	@$(BIN)/python -m tests.rows
@@ -55,7 +61,9 @@ soak: $(VENV)/.stamp-tests $(VENV)/.stamp-model
 	@mkdir -p benchmarks/results
 	@{ printf '# make soak, %s, commit %s\n# %s\n' "$$(date -u +%FT%TZ)" "$$(git describe --always --dirty 2>/dev/null || echo none)" "$(SOAK)"; \
 	   $(BIN)/python -c 'import os, platform, torch; print("# Python", platform.python_version(), "torch", torch.__version__, platform.machine(), os.cpu_count(), "cores")'; \
-	   env $(SOAK) $(BIN)/python -m pytest --no-header --durations=20 -o faulthandler_timeout=0; } 2>&1 | tee $(REPORT)
+	   env $(SOAK) $(BIN)/python -m pytest --no-header --durations=20 -o faulthandler_timeout=0 -m alone || failed=1; \
+	   env $(SOAK) $(SIDE_BY_SIDE) $(BIN)/python -m pytest --no-header --durations=20 -o faulthandler_timeout=0 -m "not alone" $(WORKERS) || failed=1; \
+	   exit $${failed:-0}; } 2>&1 | tee $(REPORT)
 
 lint: $(VENV)/.stamp-tests
 	$(say) "lint, format, types"

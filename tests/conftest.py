@@ -23,9 +23,11 @@ settings.load_profile("perdure")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A new run collects its rows anew (`make rows` shows them)."""
+    """A new run collects its rows anew (`make rows` shows them), but for the second half of one: PERDURE_ROWS=add."""
     os.environ.setdefault("PERDURE_WITNESS", str(rows.FILE))
-    rows.FILE.unlink(missing_ok=True)
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker and os.environ.get("PERDURE_ROWS") != "add":
+        rows.FILE.unlink(missing_ok=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

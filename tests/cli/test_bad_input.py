@@ -39,6 +39,10 @@ def refused(perdure):
         (["--logit-bias", "7"], ["--logit-bias", "'7'", "ID=X"]),
         (["--logit-bias", "a=1"], ["logit_bias", "'a'"]),
         (["--bad-word", ""], ["bad_words", "''"]),
+        (["--regex", "a", "--choice", "b"], ["structured_outputs", "regex and choice given"]),
+        (["--choice", ""], ["structured_outputs.choice", "''"]),
+        (["--json-schema", "/no/such/file"], ["--json-schema", "'/no/such/file'", "No such file"]),
+        (["--json-schema", "/dev/null"], ["structured_outputs.json", "is no JSON"]),
         (["--logprobs", "2"], ["--logprobs=2", "--json"]),
         (["--logprobs", "-2", "--json"], ["logprobs=-2"]),
         (["--page-size", "0"], ["page_size=0", "1 to 256"]),
@@ -159,6 +163,10 @@ def test_a_prompt_that_cannot_run(refused, tiny):
     refused("generate", "--ids", ",".join(["1"] * 40), *model, "--max-model-len", "40", words=["40"])
     refused("generate", "--ids", "", *model, words=["empty"])
     refused("info", *model, "--max-model-len", "300", words=["max_model_len=300", "256"])
+
+
+def test_a_grammar_that_cannot_be_compiled(refused, tiny):
+    refused("generate", "Hi", "--model", tiny, "--regex", "[a", words=["structured_outputs.regex='[a'", "unclosed"])
 
 
 @pytest.mark.parametrize("ids", ["1,512", "-1,3", "99999999999999999999"])

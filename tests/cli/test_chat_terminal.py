@@ -153,6 +153,18 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(long_model):
     assert me.leaves() == 0
 
 
+def test_ctrl_d_during_an_answer_ends_the_program_after_it(long_model):
+    """As /quit does that is typed ahead; nobody has to press it again."""
+    for typed in ("\x04", "/quit\r"):
+        me = Somebody("--model", long_model, "--ignore-eos", "--num-pages", "6250", "--max-tokens", "500", "--speed")
+        me.sees("> ")
+        me.types("Hi")
+        me.sees("Hi\r\n")
+        me.presses(typed)
+        assert me.leaves() == 0
+        assert "500 new tokens" in me.transcript().replace(",", "")
+
+
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_a_line_that_is_not_utf8_is_asked_for_again(tiny, errors):
     """Whichever way stdin treats such bytes. The rest of a long turn stays as it was typed."""

@@ -86,6 +86,24 @@ def test_generate_with_penalties_bias_and_bad_words(perdure, tiny):
     assert json.loads(plain.out)["token_ids"] != truth
 
 
+def test_generate_structured(perdure, tiny, tmp_path):
+    """Of a schema in a file, a pattern, choices: what the library gives for the same settings."""
+    schema = {"type": "array", "items": {"enum": ["a", 1]}, "minItems": 2, "maxItems": 2}
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(schema))
+    cases = [
+        (["--json-schema", str(file)], {"json": schema}),
+        (["--regex", "[0-9]{3}-[a-z]{3}"], {"regex": "[0-9]{3}-[a-z]{3}"}),
+        (["--choice", "left", "--choice", "right"], {"choice": ["left", "right"]}),
+    ]
+    with LLM(str(tiny)) as llm:
+        for options, asked in cases:
+            done = perdure("generate", "Go", "--model", tiny, "--temperature", "0", "--max-tokens", "40", *options)
+            params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=asked)
+            (result,) = llm.generate(["Go"], params)
+            assert done.out == result.outputs[0].text + "\n" and result.outputs[0].finish_reason == "stop"
+
+
 def test_generate_chat_uses_the_template(perdure, tiny):
     with LLM(str(tiny)) as llm:
         [result] = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=12))

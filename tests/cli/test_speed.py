@@ -19,6 +19,8 @@ import pytest
 from tests.models.helpers import gguf_to_bf16_directory
 from tests.witness import witness
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 PEER = ROOT / "benchmarks" / "peers" / "transformers_cpu.py"
 DATA = ROOT / "tests" / "data" / "cpu16.json"

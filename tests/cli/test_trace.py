@@ -58,13 +58,22 @@ def test_trace_of_a_torn_journal_says_so(perdure, journal, tmp_path):
     assert said.startswith("the journal was cut short: its last ")
 
 
+def test_trace_of_a_damaged_journal_shows_what_precedes(perdure, journal, tmp_path):
+    damaged, content = tmp_path / "damaged", journal.read_bytes()
+    damaged.write_bytes(content[:-3000] + bytes([content[-3000] ^ 1]) + content[-2999:])
+    done = perdure("trace", damaged)
+    assert done.code == 0 and len(rows_of(done.out)) == 3
+    said, _ = done.err.splitlines()
+    assert said.startswith(("the journal is damaged: the entry at byte ", "the journal was cut short: its last "))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda content: b"", "not a journal"),
         (lambda content: b"GGUF" + content, "not a journal"),
         (lambda content: content[:20], "ends before its first entry"),
-        (lambda content: content[:1000] + b"?" + content[1001:], "the journal is damaged: the entry at byte"),
+        (lambda content: content[:100] + b"?" + content[101:], "the journal is damaged: the entry at byte"),
     ],
 )
 def test_trace_of_a_damaged_journal_is_one_line(perdure, journal, tmp_path, change, words):

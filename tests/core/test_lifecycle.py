@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from docs.lifecycle import page
 
+from perdure.core.group import Group
 from perdure.core.lifecycle import ENGINE_MOVES, FINAL, REQUEST_MOVES, EngineState, IllegalMove, Status, moved
 from perdure.core.state import RequestState
 from perdure.core.stopping import StopRule
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 def make() -> RequestState:
     one = request("a", [1, 2])
-    return RequestState(one, 0, 7, "raw", StopRule(one, (), 4, no_text))
+    return RequestState(Group(one, 7, "raw"), 0, StopRule(one, (), 4, no_text))
 
 
 @pytest.mark.parametrize(("current", "to"), list(product(Status, Status)))

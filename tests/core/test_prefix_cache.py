@@ -19,7 +19,7 @@ SHARED = list(range(1, 25))  # six pages of 4
 
 
 def state_of(bench: Bench, name: str) -> RequestState:
-    return bench.scheduler.requests.live[name]
+    return bench.scheduler.requests.live[name].children[0]
 
 
 def num_waits(bench: Bench, name: str) -> int:
@@ -254,7 +254,7 @@ def test_a_hit_is_counted_once_whatever_is_tried_and_happens() -> None:
     for _ in range(3):
         bench.step()
     (taken,) = (event.checkpoint for event in bench.apply(cmd.TakeCheckpoint(7, "b")) if isinstance(event, ev.Taken))
-    assert state_of(bench, "b").num_residencies == 2
+    assert state_of(bench, "b").group.num_residencies == 2
     assert taken.num_cached_tokens == 24 == bench.scheduler.stats().num_cached_tokens
     there = Bench()
     there.apply(cmd.Submit(taken.as_request("b", ticket_of("b"), False), taken))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from perdure import SamplingParams
 from perdure.api import command as cmd
 from perdure.api import event as ev
-from perdure.api.output import RequestOutput, Stats
+from perdure.api.output import CompletionOutput, RequestOutput, Stats
 from perdure.api.plan import StepOutput, StepPlan
 from perdure.api.request import Request
 from perdure.api.scores import TokenScores
@@ -62,14 +62,20 @@ def check_reference(output: RequestOutput, ids: Sequence[int], reference: Refere
 
 def check_equal(output: RequestOutput, other: RequestOutput, num_tokens: int | None = None) -> None:
     """Ids, text and all scores bit for bit. num_tokens: `output` was cut short after so many."""
-    one, two = output.outputs[0], other.outputs[0]
     assert output.error is None and other.error is None
+    for one, two in zip(output.outputs, other.outputs, strict=True):
+        check_sample_equal(one, two, num_tokens)
+    if num_tokens is None:
+        check_scores_equal(output.prompt_logprobs, other.prompt_logprobs)
+
+
+def check_sample_equal(one: CompletionOutput, two: CompletionOutput, num_tokens: int | None = None) -> None:
+    """The same of one sample."""
     count = len(two.token_ids) if num_tokens is None else num_tokens
     assert one.token_ids == two.token_ids[:count] and len(one.token_ids) == count
     check_scores_equal(one.logprobs, None if two.logprobs is None else two.logprobs.cut(0, count))
     if num_tokens is None:
         assert (one.text, one.finish_reason, one.stop_reason) == (two.text, two.finish_reason, two.stop_reason)
-        check_scores_equal(output.prompt_logprobs, other.prompt_logprobs)
 
 
 def check_scores_equal(one: TokenScores | None, two: TokenScores | None) -> None:

@@ -33,13 +33,17 @@ from msgspec.structs import replace
 from perdure import LLM, Checkpoint, SamplingParams, StateError
 from perdure.api import command as cmd
 from perdure.api import event as ev
-from perdure.api.output import RequestOutput
+from perdure.api.checkpoint import Sample
+from perdure.api.ending import Ending
+from perdure.api.output import CompletionOutput, RequestOutput
+from perdure.api.plan import StepPlan
+from perdure.api.scores import TokenScores
 from perdure.core.residency import Residency
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals
 from perdure.engine.prompts import submission
 from perdure.models.tiny import make_tiny_llama
-from tests.engine.helpers import V, check_equal, check_scores_equal, prompt
+from tests.engine.helpers import V, check_sample_equal, check_scores_equal, prompt
 
 LENGTHS = (1, 5, 15, 16, 17, 33, 48, 70)
 PROMPTS = {f"{base}/{length}": prompt(70, base)[:length] for base in (1, 2) for length in LENGTHS}
@@ -54,7 +58,11 @@ SETTINGS = {
     "own seed": SamplingParams(max_tokens=16, ignore_eos=True, logprobs=0, prompt_logprobs=0, priority=1),
     "stop ids": SamplingParams(max_tokens=24, seed=5, stop_token_ids=list(range(0, V, 12)), min_tokens=3, logprobs=1),
     "sequences": SamplingParams(max_tokens=24, seed=6, stop_token_sequences=[[i] for i in range(1, V, 20)]),
+    "structured": SamplingParams(max_tokens=24, seed=8, logprobs=1, structured_outputs={"regex": "([a-f]{1,3} ){3,6}"}),
     "no output": SamplingParams(max_tokens=0, prompt_logprobs=1),
+    "two": SamplingParams(n=2, max_tokens=12, seed=8, ignore_eos=True, logprobs=1, prompt_logprobs=0),
+    "four": SamplingParams(n=4, max_tokens=18, stop_token_ids=list(range(3, V, 25)), logprobs=0),
+    "looking back": SamplingParams(n=3, max_tokens=10, seed=9, repetition_penalty=1.3, prompt_logprobs=1),
 }
 LONGEST = 96
 """Room for the longest prompt and output."""
@@ -111,11 +119,17 @@ class ByHand:
 
 
 class Truth:
-    """Solo runs, alone, in one chunk, one step at a time, nothing cached; each is made once."""
+    """Solo runs, alone, in one chunk, one step at a time, nothing cached; each is made once. Samples of one request
+    come one after the other, so they share nothing."""
 
     def __init__(self, models: tuple[Path, Path]) -> None:
         self.models = models
-        config: dict[str, Any] = {"steps_in_flight": 1, "enable_prefix_caching": False, "num_pages": 16}
+        config: dict[str, Any] = {
+            "steps_in_flight": 1,
+            "enable_prefix_caching": False,
+            "num_pages": 16,
+            "max_num_seqs": 1,
+        }
         self._engines = [LLM(str(model), **config) for model in models]
         self._known: dict[Any, RequestOutput] = {}
 
@@ -125,30 +139,37 @@ class Truth:
             (self._known[key],) = self._engines[weights].generate([ids], replace(params, seed=seed))
         return self._known[key]
 
-    def from_there(self, weights: int, ids: list[int], params: SamplingParams, record: ev.Record) -> RequestOutput:
-        """How a request ends that has these tokens already, whoever drew them: as a checkpoint made here."""
-        engine = self._engines[weights]
-        begun = Checkpoint(
+    def from_there(
+        self, weights: int, ids: list[int], params: SamplingParams, record: ev.Record, count: int
+    ) -> CompletionOutput:
+        """How a sample ends that has the record's first tokens already, whoever drew them: as a checkpoint made here,
+        in which its siblings have ended."""
+        engine, none = self._engines[weights], TokenScores(listed_ids=params.logprob_token_ids).pack()
+        over = Sample(scores=none if params.asks_scores else None, ending=Ending("abort"))
+        begun = Sample(
+            tokens=array("i", record.token_ids[:count]).tobytes(),
+            scores=None if record.scores is None else record.scores.cut(0, count).pack(),
+            epochs=((0, 0),),
+        )
+        prompt_scores = TokenScores(leading_none=True)
+        for token in ids[1:]:
+            prompt_scores.append(token, 0.0, 1, array("i"), array("f"))
+        checkpoint = Checkpoint(
             request_id="begun",
             status="waiting",
             params=params,
             prompt=None,
-            prompt_length=len(ids),
+            prompt_tokens=array("i", ids).tobytes(),
             max_output=params.max_tokens or 0,
             seed=record.seed,
             logprobs_mode="raw",
-            tokens=array("i", ids + record.token_ids).tobytes(),
-            scores=None if record.scores is None else record.scores.pack(),
-            prompt_scores=None if record.prompt_scores is None else record.prompt_scores.pack(),
+            samples=tuple(begun if child == record.child else over for child in range(params.n)),
+            prompt_scores=None if params.prompt_logprobs is None else prompt_scores.pack(),
             fingerprint=engine._engine.resolved.core.fingerprint,
-            exact=True,
             num_cached_tokens=0,
-            num_pauses=0,
-            num_evictions=0,
             num_checkpoints=0,
-            epochs=((0, 0),),
         )
-        return engine.generate([begun])[0]
+        return engine.generate([checkpoint])[0].outputs[record.child]
 
     def close(self) -> None:
         for engine in self._engines:
@@ -164,12 +185,17 @@ class Traveller:
         self.is_free = is_free
         self.receiver = Arrivals(wanted, self._ended)
         self.end: ev.Event | None = None
-        self.weights = 0
-        """Those of the engine when it ended."""
+        self.weights: dict[int, int] = {}
+        """Those of the engine when each sample ended."""
 
     def _ended(self, event: Any) -> None:
         assert self.end is None, f"two ends of {self.request.request_id}"
-        self.end, self.weights = event, self.side.weights
+        if isinstance(event, ev.Ended):
+            assert event.record.child not in self.weights, "two ends of one sample"
+            self.weights[event.record.child] = self.side.weights
+            if event.num_left:
+                return
+        self.end = event
 
 
 class Side:
@@ -180,6 +206,18 @@ class Side:
         self.engine = self.llm._engine
         self.scheduler = self.engine._loop.scheduler
         self.by_hand = ByHand(self.engine)
+        for number, params in enumerate(SETTINGS.values()):
+            if params.structured_outputs is not None:  # compiled now: when else, would be another storm each time
+                grammars = self.engine.resolved.runner.grammars
+                grammars.hold(-number, params.structured_outputs).result(timeout=60)
+        self.num_copies = 0
+        self._plan = self.scheduler.plan
+        self.scheduler.plan = self._counted_plan  # type: ignore[method-assign]
+
+    def _counted_plan(self) -> StepPlan | None:
+        plan = self._plan()
+        self.num_copies += 0 if plan is None else len(plan.copy_from)
+        return plan
 
     @property
     def weights(self) -> int:
@@ -430,45 +468,56 @@ class Storm(RuleBasedStateMachine):
                 case ev.Refused():
                     assert id(traveller) in self.may_refuse, traveller.end
                     self.marks["refused requests"] += 1
-                case ev.Ended(_, record):
-                    self._judge_one(traveller, record)
+                case ev.Ended():
+                    self._judge_one(traveller)
                 case other:
                     raise AssertionError(other)
         self.is_judged = True
 
-    def _judge_one(self, traveller: Traveller, record: ev.Record) -> None:
-        request = traveller.request
+    def _judge_one(self, traveller: Traveller) -> None:
+        request, records = traveller.request, traveller.receiver.records
         ids, params = list(request.prompt_token_ids), request.params
         output = traveller.side.llm._result(traveller.receiver, traveller.end)
-        one = output.outputs[0]
-        assert output.error is None and one.finish_reason in ("stop", "length", "abort")
-        assert record.exact or self.keeps or traveller.is_free, "nothing has happened that is not exact"
+        assert output.error is None and [one.index for one in output.outputs] == [*range(params.n)]
+        assert output.exact or self.keeps or traveller.is_free, "nothing has happened that is not exact"
+        for record in records:
+            self._judge_sample(traveller, record, output.outputs[record.child])
+        # The prompt was scored by the weights that drew the first token of any sample.
+        assert output.metrics is not None
+        drawn = [event.child for event in output.metrics.events if event.kind == "first_token"]
+        child = drawn[0] if drawn else records[-1].child
+        truth = self.truth.of(self._weights_of(traveller, output.outputs[child])[0], ids, params, records[0].seed)
+        scored, whole = output.prompt_logprobs, truth.prompt_logprobs
+        assert (scored is None) == (whole is None)
+        if scored is not None and whole is not None:
+            is_whole = any(one.finish_reason != "abort" for one in output.outputs)
+            num_scored = len(ids) - 1 if is_whole else scored.num_scored
+            check_scores_equal(scored.cut(0, scored.num_scored), whole.cut(0, num_scored))
+
+    def _weights_of(self, traveller: Traveller, one: CompletionOutput) -> list[int]:
+        """Of each span of its output."""
+        return [epoch % 2 for _, epoch in one.weight_epochs] or [traveller.weights[one.index]]
+
+    def _judge_sample(self, traveller: Traveller, record: ev.Record, one: CompletionOutput) -> None:
+        ids, params = list(traveller.request.prompt_token_ids), traveller.request.params
+        assert one.finish_reason in ("stop", "length", "abort")
         count = len(one.token_ids)
         assert count or not one.weight_epochs
         firsts = [first for first, _ in one.weight_epochs]
-        weights = [epoch % 2 for _, epoch in one.weight_epochs] or [traveller.weights]
-        truth = self.truth.of(weights[0], ids, params, record.seed)
+        weights = self._weights_of(traveller, one)
+        now = self.truth.of(weights[0], ids, params, record.seed).outputs[one.index]
         bounds = [*firsts, count] if firsts else [0, 0]
         for (first, end), own, before in zip(pairwise(bounds), weights, [None, *weights], strict=False):
             if before is not None and own != before:
-                known = replace(record, token_ids=record.token_ids[:first])
-                if record.scores is not None:
-                    known = replace(known, scores=record.scores.cut(0, first))
-                truth = self.truth.from_there(own, ids, params, known)
+                now = self.truth.from_there(own, ids, params, record, first)
                 self.marks["results of several weights"] += 1
-            now = truth.outputs[0]
             assert one.token_ids[:end] == now.token_ids[:end]
             if one.logprobs is not None and now.logprobs is not None:
                 check_scores_equal(one.logprobs.cut(first, end), now.logprobs.cut(first, end))
         self.marks[one.finish_reason or ""] += 1
+        self.marks["later samples"] += one.index > 0 and one.finish_reason != "abort"
         if one.finish_reason != "abort":
-            check_equal(output, replace(truth, prompt_logprobs=output.prompt_logprobs))
-        truth = self.truth.of(weights[0], ids, params, record.seed)
-        scored, whole = output.prompt_logprobs, truth.prompt_logprobs
-        assert (scored is None) == (whole is None)
-        if scored is not None and whole is not None:
-            num_scored = scored.num_scored if one.finish_reason == "abort" else len(ids) - 1
-            check_scores_equal(scored.cut(0, scored.num_scored), whole.cut(0, num_scored))
+            check_sample_equal(one, now)
 
     def teardown(self) -> None:
         try:
@@ -492,6 +541,7 @@ class Storm(RuleBasedStateMachine):
             stats = side.scheduler.stats()
             for name in ("num_evictions", "num_pauses", "num_cached_tokens", "num_steps"):
                 self.marks[name] += getattr(stats, name)
+            self.marks["copies"] += side.num_copies
         self.marks["storms"] += 1
         self.marks[f"depth {self.home.engine._loop.steps_in_flight}"] += 1
 

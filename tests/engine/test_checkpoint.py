@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,37 @@ def test_misuse_is_refused_by_name(make_llm: MakeLLM) -> None:
     assert one.error is None and isinstance(two.error, InvalidValue) and "request_id='A' is live" in str(two.error)
 
 
+def test_what_stands_in_a_checkpoint_s_place_is_refused_in_a_line(make_llm: MakeLLM, make_async: MakeAsync) -> None:
+    """Its bytes are no prompt and it is no conversation; what is told quotes no more of either than can be read."""
+    llm = make_llm()
+    found, _ = taken(llm, prompt(100), settings(max_tokens=9, prompt_logprobs=-1), 3, end=True)
+    data = found.to_bytes()
+    assert len(data) > 100_000
+    wrong: list[tuple[Callable[[], Any], str]] = [
+        (lambda: llm.generate(data), "^prompts=b'perdure checkpoint.*is neither a prompt nor a list of prompts$"),
+        (lambda: llm.generate(data.hex), "is neither a prompt"),  # type: ignore[arg-type]
+        (lambda: llm.chat(found), "^messages=Checkpoint.*is neither a conversation nor a list of conversations$"),  # type: ignore[arg-type]
+        (lambda: llm.chat([{"role": "user", "content": "a"}], tools=3), "tools=3 is not a list"),  # type: ignore[arg-type]
+        (lambda: llm.generate("a", 3), "sampling_params=3 is neither"),  # type: ignore[arg-type]
+        (lambda: llm.generate("a", request_ids=1.5), "request_ids=1.5 is neither"),  # type: ignore[arg-type]
+    ]
+    for call, message in wrong:
+        with pytest.raises(InvalidValue, match=message) as refusal:
+            call()
+        assert len(str(refusal.value)) < 1000
+    (refused,) = llm.generate([data], settings())
+    assert "neither text nor" in str(refused.error) and len(repr(refused)) < 2000
+    assert llm.stats().num_requests == 1
+
+    async def main() -> None:
+        for one in (make_async().submit(data, settings()), make_async().chat(found)):  # type: ignore[arg-type]
+            with pytest.raises(InvalidValue) as refusal:
+                await one
+            assert len(str(refusal.value)) < 1000
+
+    run_async(main())
+
+
 def test_a_checkpoint_s_own_id_meets_no_made_up_one(make_llm: MakeLLM) -> None:
     """A guest brings a name that its own engine made up, even the one its host would give next: nobody is refused."""
     host = make_llm()
@@ -306,6 +338,7 @@ def test_a_checkpoint_s_own_id_meets_no_made_up_one(make_llm: MakeLLM) -> None:
         assert [output.request_id for output in outputs] == [f"request-{number + n}" for n in (1, 0, 2)]
 
 
+@pytest.mark.alone
 def test_a_checkpoint_of_4000_tokens_is_small_and_quick(tmp_path: Path, one_thread: None) -> None:
     """Under 2 ms (best of 5) on the loop's thread, and there and back; 12 bytes a token and 4 KB beyond scores."""
     model = make_tiny_llama(tmp_path / "long", seed=0, num_layers=1, max_position_embeddings=8192)

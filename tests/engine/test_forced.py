@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+from collections import Counter
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
 from perdure import InvalidValue, MaxSequenceLengthOverflow, SamplingParams
-from perdure.api.output import CompletionOutput
+from perdure.api.output import CompletionOutput, RequestOutput
+from perdure.engine.async_llm import Handle
 from perdure.models.tiny import EOS_ID
 from tests.engine.conftest import MakeAsync, MakeLLM, Solo
 from tests.engine.helpers import (
@@ -170,55 +176,110 @@ def random_params(rng: random.Random, likely: list[int]) -> SamplingParams:
     )
 
 
+async def follow(handle: Handle, params: SamplingParams, abort_after: int | None = None) -> RequestOutput:
+    """Its parts as they come: each has as many ids as scores and rows, and so has all that came so far; joined they are
+    the result."""
+    ids: list[int] = []
+    chosen: list[float] = []
+    top: list[int] = []
+    text = ""
+    async for part in handle:
+        one = part.outputs[0]
+        check_lengths(one, params)
+        if params.output_kind != "delta":
+            assert one.token_ids[: len(ids)] == ids and one.text.startswith(text)
+            ids, chosen, top, text = [], [], [], ""
+        ids += one.token_ids
+        text += one.text
+        if one.logprobs is not None:
+            chosen += one.logprobs.chosen
+            top += one.logprobs.top_ids
+        if abort_after is not None and len(ids) > abort_after:
+            handle.abort()
+    result = await handle
+    final = result.outputs[0]
+    check_lengths(final, params)
+    assert (ids, text) == (final.token_ids, final.text)
+    if final.logprobs is not None:
+        assert chosen == final.logprobs.chosen.tolist() and top == final.logprobs.top_ids.tolist()
+        assert list(accumulate(final.logprobs.num_top, initial=0))[:-1] == final.logprobs.top_first.tolist()
+    return result
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_T39_lengths_always_agree(depth: int, make_async: MakeAsync) -> None:
-    """Random stops kept and stripped, evictions, aborts, intervals, kinds of parts: in each part, in what was streamed
-    so far and in the result there are as many ids as scores and rows, and the parts joined are the result."""
+    """Random stops kept and stripped, evictions, aborts, intervals, kinds of parts, all at once."""
 
     async def main() -> None:
         llm = make_async(steps_in_flight=depth, num_pages=12, paused_pages=2, max_num_batched_tokens=40)
         rng = random.Random(depth)
-        (seen, *_) = [(await llm.submit(prompt(20), settings(max_tokens=60))).outputs[0].token_ids]
-        handles = []
+        seen = (await llm.submit(prompt(20), settings(max_tokens=60))).outputs[0].token_ids
+        calls = []
         for index in range(60):
             params = random_params(rng, seen)
-            handles.append((llm.submit(prompt(rng.randint(1, 30), index), params), params))
-        reasons: dict[str, int] = {}
-        num_held = num_evictions = 0
-
-        async def follow(index: int) -> None:
-            nonlocal num_held, num_evictions
-            handle, params = handles[index]
-            ids: list[int] = []
-            chosen: list[float] = []
-            top: list[int] = []
-            async for part in handle:
-                one = part.outputs[0]
-                check_lengths(one, params)
-                if params.output_kind != "delta":
-                    ids, chosen, top = [], [], []
-                num_held += not part.finished and params.strip_stop_tokens
-                ids += one.token_ids
-                if one.logprobs is not None:
-                    chosen += one.logprobs.chosen
-                    top += one.logprobs.top_ids
-                if index % 9 == 4 and len(ids) > 3:
-                    handle.abort()
-            result = await handle
-            final = result.outputs[0]
-            check_lengths(final, params)
-            assert ids == final.token_ids
-            if final.logprobs is not None:
-                assert chosen == final.logprobs.chosen.tolist() and top == final.logprobs.top_ids.tolist()
-                assert list(accumulate(final.logprobs.num_top, initial=0))[:-1] == final.logprobs.top_first.tolist()
-            reasons[str(final.finish_reason)] = reasons.get(str(final.finish_reason), 0) + 1
-            num_evictions += pressure(result)[0]
-
-        await asyncio.gather(*(follow(index) for index in range(len(handles))))
+            handle = llm.submit(prompt(rng.randint(1, 30), index), params)
+            calls.append(follow(handle, params, abort_after=3 if index % 9 == 4 else None))
+        results = await asyncio.gather(*calls)
+        reasons = Counter(str(result.outputs[0].finish_reason) for result in results)
         assert {*reasons} == {"stop", "length", "abort"}
-        witness("T39", **reasons, parts_of_stripped=num_held, num_evictions=num_evictions)
+        witness("T39", **reasons, num_evictions=sum(pressure(result)[0] for result in results))
 
     run_async(main())
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_T39_lengths_agree_over_interruptions(depth: int, make_async: MakeAsync, soak_factor: int) -> None:
+    """Random settings of a handful of requests, while the engine is paused, suspended in every way, its cache and its
+    epoch changed, and some go on from a checkpoint: as above, for what was streamed before and after."""
+    llm = make_async(steps_in_flight=depth, num_pages=6, paused_pages=0, max_num_batched_tokens=40)
+    seen = prompt(40, 3)
+    count: Counter[str] = Counter()
+
+    async def interrupted(handles: list[tuple[Handle, SamplingParams]], rng: random.Random) -> list[RequestOutput]:
+        results = []
+        for _ in range(rng.randint(1, 6)):
+            await asyncio.sleep(rng.choice((0.0, 0.001, 0.004)))
+            kind = rng.choice(("pause", "suspend", "suspend", "clear", "epoch", "checkpoint", "checkpoint"))
+            count[kind] += 1
+            if kind == "pause":
+                await llm.pause()
+                await llm.resume()
+            elif kind == "suspend":
+                await llm.suspend(rng.choice(("persist", "offload", "recompute")))
+                await llm.resume()
+            elif kind == "clear":
+                await llm.reset_prefix_cache()
+            elif kind == "epoch":
+                count["epochs"] += 1
+                await llm.update_weights(None, epoch=10 + count["epochs"])
+            else:
+                handle, params = rng.choice(handles)
+                with contextlib.suppress(InvalidValue):  # it has ended
+                    begun = await handle.checkpoint(end=True)
+                    count["went on"] += 1
+                    results.append(await follow(llm.submit(begun), params))
+        return results
+
+    @examples(max_examples=12 * soak_factor)
+    @given(st.integers(0, 2**32))
+    def check(seed: int) -> None:
+        rng = random.Random(seed)
+
+        async def main() -> None:
+            handles = []
+            for index in range(6):
+                params = random_params(rng, seen)
+                handles.append((llm.submit(prompt(rng.randint(1, 30), index), params), params))
+            followed = [follow(handle, params, rng.choice((None, None, 3))) for handle, params in handles]
+            *results, more = await asyncio.gather(*followed, interrupted(handles, rng))
+            for result in [*results, *more]:
+                count[str(result.outputs[0].finish_reason)] += 1
+                count["evictions"] += pressure(result)[0]
+
+        run_async(main())
+
+    check()
+    witness("T39", **{name.replace(" ", "_"): value for name, value in sorted(count.items())})
 
 
 def test_streamed_rows_are_held_back_with_their_tokens(make_async: MakeAsync) -> None:

@@ -250,6 +250,7 @@ def test_pins_of_asyncio(make_async: MakeAsync) -> None:
 # What it gains
 
 
+@pytest.mark.alone
 def test_a_shared_prefix_of_2000_tokens_multiplies_the_throughput(
     tmp_path: Path, one_thread: None, soak_factor: int
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -161,13 +161,13 @@ def test_settings_that_leave_nothing_are_refused_or_fail_alone(make_llm: MakeLLM
 # Logits processors
 
 
-Histories = list[tuple[list[int], list[int]]]
+Histories = list[tuple[Sequence[int], Sequence[int]]]
 
 
-def without_repeats(seen: Histories) -> Callable[[list[int], list[int], torch.Tensor], torch.Tensor]:
+def without_repeats(seen: Histories) -> Callable[[Sequence[int], Sequence[int], torch.Tensor], torch.Tensor]:
     """A processor that lets no id come twice, and notes the histories it was shown."""
 
-    def processor(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def processor(prompt_ids: Sequence[int], output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         seen.append((prompt_ids, output_ids))
         logits[[*prompt_ids, *output_ids]] = -math.inf
         return logits
@@ -175,7 +175,7 @@ def without_repeats(seen: Histories) -> Callable[[list[int], list[int], torch.Te
     return processor
 
 
-def only_even(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+def only_even(output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
     """A processor that can be found by name; gives a tensor of its own."""
     return torch.where(torch.arange(len(logits)) % 2 == 0, logits, -math.inf)
 
@@ -238,7 +238,7 @@ def test_processors_by_name_and_in_their_order(make_llm: MakeLLM, tiny: Path, tm
     journal = tmp_path / "journal"
     llm = make_llm(journal=str(journal))
 
-    def all_but_even(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def all_but_even(output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         return logits + only_even(output_ids, torch.zeros_like(logits))
 
     name = f"{__name__}:only_even"
@@ -270,7 +270,7 @@ def test_a_processor_that_cannot_be_found_is_refused(name: str, make_llm: MakeLL
     run_async(main())
 
 
-def raising(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+def raising(output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
     if len(output_ids) == 2:
         raise ValueError("planted")
     return logits
@@ -300,7 +300,7 @@ def test_settings_hold_whatever_a_processor_does(make_llm: MakeLLM, tmp_path: Pa
     """It comes first: what it raises is still subject to allowed ids and to the mask before min_tokens."""
     llm = constant(make_llm, tmp_path, [0.0] * V)
 
-    def raised(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def raised(output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         logits[[9, 30]] = 1e6
         return logits
 

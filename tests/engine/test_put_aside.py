@@ -138,7 +138,7 @@ def test_s16_prompt_scores_are_not_doubled(
     call = in_thread(lambda: llm.generate([ids], params, request_ids="A"))
     brake.wait_until_held()
     halted(llm, brake, lambda: llm.suspend(kv))
-    state = llm._engine._loop.scheduler.requests.live["A"]
+    state = llm._engine._loop.scheduler.requests.live["A"].children[0]
     assert state.prompt_scores is not None
     num_scored, num_output = state.prompt_scores.num_scored, state.num_output
     assert num_scored == 3 * (1 + depth) and not num_output
@@ -161,7 +161,7 @@ def test_s17_finished_prompt_scores_are_not_erased(kv: KVMode, depth: int, make_
     call = in_thread(lambda: llm.generate([ids], params, request_ids="A"))
     brake.wait_until_held()
     halted(llm, brake, lambda: llm.suspend(kv))
-    state = llm._engine._loop.scheduler.requests.live["A"]
+    state = llm._engine._loop.scheduler.requests.live["A"].children[0]
     assert state.prompt_scores is not None and state.num_output >= 2
     num_scored = state.prompt_scores.num_scored
     assert num_scored == 8
@@ -201,7 +201,7 @@ def test_life_abort(where: str, depth: int, make_async: MakeAsync, reference: Re
         mine = llm.submit(prompt(20), settings(max_tokens=20), request_id="A/0")
         await asyncio.get_running_loop().run_in_executor(None, brake.wait_until_held)
         scheduler = llm._engine._loop.scheduler
-        held = len(scheduler.requests.live["A/0"].pages)
+        held = len(scheduler.requests.live["A/0"].children[0].pages)
         free = scheduler.stats().num_free_pages
         assert bool(held) == (where == "active")
         mine.abort()

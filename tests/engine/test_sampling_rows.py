@@ -10,14 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perdure import SamplingParams
+from perdure import InvalidValue, SamplingParams
 from perdure.api.plan import StepPlan
 from perdure.core.admission import derived_seed
 from perdure.models.tiny import BOS_ID
 from perdure.ops import sampling_reference as oracle
 from perdure.ops.philox import uniforms
 from tests.engine.conftest import MakeAsync, MakeLLM, Solo
-from tests.engine.helpers import V, changed_tensors, check_equal, check_scores_equal, prompt, run_async, settings
+from tests.engine.helpers import (
+    V,
+    changed_tensors,
+    check_equal,
+    check_scores_equal,
+    constant_model,
+    prompt,
+    run_async,
+    settings,
+    whole_rows,
+)
 from tests.engine.reference import Reference
 from tests.engine.test_scores import EPS, Watched, log_softmax
 from tests.witness import witness
@@ -238,6 +248,59 @@ def test_T33_ids_and_scores_of_a_stop(strip: bool, include: bool, make_llm: Make
         )  # type: ignore[union-attr]
         assert found.text == tokenizer.decode(ids[: at + include], True)
         assert found.stop_reason == (ids[at] if "stop_token_ids" in asked else texts[at])
+
+
+def test_T37_stop_strings_without_text_are_refused(
+    tiny: Path, tmp_path: Path, make_llm: MakeLLM, make_async: MakeAsync, solo: Solo
+) -> None:
+    """Never ignored: with detokenize=False where the settings are made, without a tokenizer at admission, that request
+    alone. Ids and sequences stop without any text."""
+    with pytest.raises(InvalidValue, match=r"stop=\['x'\] needs text, but detokenize=False"):
+        SamplingParams(stop="x", detokenize=False)
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    llm = make_llm(bare)
+    assert llm.tokenizer is None
+    refused, beside = llm.generate([prompt(20)] * 2, [settings(stop=["x"]), settings()])
+    assert isinstance(refused.error, InvalidValue) and "stop=['x'] needs text" in str(refused.error)
+    check_equal(beside, solo(prompt(20), settings(detokenize=False)))
+    assert beside.outputs[0].text == "" and llm.stats().num_requests == 1
+    free = beside.outputs[0].token_ids
+    at = next(at for at in range(3, 16) if free[at] not in free[:at])
+    for detokenize in (True, False):
+        for asked in ({"stop_token_ids": [free[at]]}, {"stop_token_sequences": [free[at - 1 : at + 1]]}):
+            (stopped,) = llm.generate([prompt(20)], settings(detokenize=detokenize, **asked))
+            assert stopped.outputs[0].token_ids == free[: at + 1] and stopped.outputs[0].finish_reason == "stop"
+
+    async def main() -> None:
+        with pytest.raises(InvalidValue, match="needs text"):
+            await make_async(bare).submit(prompt(20), settings(stop=["x"]))
+
+    run_async(main())
+    witness("T37", refused=str(refused.error))
+
+
+def test_T50_what_filters_keep_beside_each_other(make_llm: MakeLLM, tmp_path: Path) -> None:
+    """[.35, .25, .22, .18]: top_k first, then renormalised, then top_p; each row of a mixed batch by its own."""
+    logits = [*np.log([0.35, 0.25, 0.22, 0.18]).tolist(), *[-1e4] * (V - 4)]
+    asked: list[tuple[dict[str, Any], list[int]]] = [
+        ({"top_p": 0.73, "top_k": 3}, [0, 1]),
+        ({"top_p": 0.55}, [0, 1]),
+        ({"top_p": 1.0, "top_k": 4}, [0, 1, 2, 3]),
+        ({"top_p": 1e-9}, [0]),
+        ({"min_p": 0.6, "top_p": 0.7}, [0, 1]),
+    ]
+    llm = make_llm(constant_model(tmp_path / "constant", logits), steps_in_flight=2)
+    common = {"temperature": 1.0, "seed": 3, "max_tokens": 60, "logprobs": -1, "logprobs_mode": "processed"}
+    outputs = llm.generate([[1]] * len(asked), [settings(**common, **one) for one, _ in asked])
+    for output, (_, kept) in zip(outputs, asked):
+        rows = whole_rows(output.outputs[0].logprobs)
+        assert all(np.flatnonzero(np.isfinite(row)).tolist() == kept for row in rows.numpy())
+        assert {*output.outputs[0].token_ids} == {*kept}
+    for wrong in (0, 1.5, -0.1, float("nan")):
+        with pytest.raises(InvalidValue, match=r"top_p=.* is not (in \(0, 1\]: 1 turns|a finite number)"):
+            SamplingParams(top_p=wrong)
+    witness("T50", num_rows=len(outputs))
 
 
 def test_T44_tokens_in_tokens_out(make_llm: MakeLLM, make_async: MakeAsync) -> None:

@@ -131,7 +131,8 @@ def test_s02_a_checkpoint_that_cannot_be_made_leaves_the_live_request_whole(
         return [id(getattr(state, name)) for name in state.__slots__]
 
     def watched(asked: Any) -> None:
-        (state,) = scheduler.requests.live.values()
+        (group,) = scheduler.requests.live.values()
+        (state,) = group.children
         before = fields(state)
         take(asked)
         kept.append(before == fields(state))
@@ -319,7 +320,8 @@ def test_s09_a_second_live_id_is_refused_before_either_is_touched(
         submit, kept = scheduler._submit, []
 
         def snapshot() -> list[Any]:
-            (state,) = scheduler.requests.live.values()
+            (group,) = scheduler.requests.live.values()
+            (state,) = group.children
             own = [(name, id(getattr(state, name))) for name in state.__slots__]
             return [own, list(state.tokens), list(state.pages), scheduler.stats(), scheduler.requests.pool.version]
 
@@ -477,7 +479,7 @@ def test_life_abort_one_client_s_request_ends_and_the_other_s_lives_on(
     brake.hold(8)
     call = in_thread(lambda: llm.generate([prompt(20), prompt(33)], params, request_ids=["B:0", "A:0"]))
     brake.wait_until_held()
-    target = scheduler.requests.live["A:0"]
+    target = scheduler.requests.live["A:0"].children[0]
     assert target.is_resident == (state == "active")
     num_held, free = len(target.pages), scheduler.stats().num_free_pages
     told: list[int] = []

@@ -27,6 +27,7 @@ VISITED = (
     *(f"pause {mode}" for mode in ("keep", "wait", "abort")),
     *(f"suspended by {kv}" for kv in ("persist", "offload", "recompute")),
     *("updates", "updates and back", "results of several weights", "went on here", "went on there"),
+    *("later samples", "copies"),
     *(f"checkpoint while running, engine {state}" for state in ("running", "paused", "suspended")),
 )
 
@@ -71,9 +72,12 @@ def _scores_left_out_of_a_checkpoint(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(*arguments: Any) -> Checkpoint:
         taken = right(*arguments)
-        if taken.scores is None:
-            return taken
-        return replace(taken, scores=replace(taken.scores, chosen=bytes(len(taken.scores.chosen))))
+        samples = []
+        for one in taken.samples:
+            if one.scores is not None:
+                one = replace(one, scores=replace(one.scores, chosen=bytes(len(one.scores.chosen))))
+            samples.append(one)
+        return replace(taken, samples=tuple(samples))
 
     patch.setattr(checkpoint, "take", wrong)
 

@@ -56,7 +56,7 @@ def test_life_a_request_suspended_after_generation_began(
 
     stats = llm.stats()
     scheduler = llm._engine._loop.scheduler
-    pages, address, resident = list(scheduler.requests.live["A"].pages), watch.address, watch.resident_bytes
+    pages, address, resident = list(scheduler.requests.live["A"].children[0].pages), watch.address, watch.resident_bytes
     assert stats.state == "suspended" and scheduler.steps_in_flight == 0
     with pytest.raises(StateError, match=r"suspended: resume\(\) before requests"):
         llm.generate(A)
@@ -140,10 +140,11 @@ def test_T10_illegal_orders_are_refused_before_anything_changes(
     call = in_thread(lambda: llm.generate([prompt(40), A], settings(max_tokens=24), request_ids=["P", "A"]))
     brake.wait_until_held()
     halted(llm, brake, llm.pause)
-    pages = list(scheduler.requests.live["P"].pages)
+    pages = list(scheduler.requests.live["P"].children[0].pages)
     assert llm.stats().state == "paused"
     llm.reset_prefix_cache()  # (a)
-    assert list(scheduler.requests.live["P"].pages) == pages and not scheduler.requests.cache.index._nodes
+    assert list(scheduler.requests.live["P"].children[0].pages) == pages
+    assert not scheduler.requests.cache.index._nodes
     with pytest.raises(StateError, match="2 are outstanding"):
         llm.reset()
     llm.suspend("offload")
@@ -156,7 +157,7 @@ def test_T10_illegal_orders_are_refused_before_anything_changes(
     assert [type(output.error) for output in refused] == [StateError, StateError]
     llm.suspend("recompute")  # (e)
     llm.pause()
-    assert llm.stats() == before and list(scheduler.requests.live["P"].pages) == pages
+    assert llm.stats() == before and list(scheduler.requests.live["P"].children[0].pages) == pages
     llm.resume()
     for output, ids in zip(call(), (prompt(40), A)):
         check_reference(output, ids, reference)
@@ -169,6 +170,8 @@ def test_T10_illegal_orders_are_refused_before_anything_changes(
         (lambda llm: llm.suspend("disk"), "kv='disk' is none of persist, offload, recompute"),
         (lambda llm: llm.resume(tags=["cache"]), "tags='cache' is none of weights, kv"),
         (lambda llm: llm.resume(tags="kv"), "tags='kv' is no list"),
+        (lambda llm: llm.resume(3), "tags=3 is no list"),
+        (lambda llm: llm.resume(tags=[["kv"]]), r"tags=\['kv'\] is none of weights, kv"),
     ],
 )
 def test_what_no_order_can_be_is_refused_by_name(wrong: Any, named: str, make_llm: MakeLLM) -> None:

@@ -159,7 +159,8 @@ def test_an_update_of_a_running_engine_drains_first(
     prompts = [A, prompt(200), P]
     call = in_thread(lambda: llm.generate(prompts, params, request_ids=["decode", "prefill", "waits"]))
     brake.wait_until_held()
-    states = llm._engine._loop.scheduler.requests.live
+    live = llm._engine._loop.scheduler.requests.live
+    states = {name: group.children[0] for name, group in live.items()}
     before = states["decode"].num_output, states["prefill"].num_computed, states["waits"].num_computed
     assert before[0] and 0 < before[1] < 100 and not before[2]
     halted(llm, brake, lambda: llm.update_weights(other, in_flight=in_flight))

@@ -14,6 +14,8 @@ from perdure.runner.kv_store import KVStore, kv_bytes_per_page
 from tests.runner.plans import CONFIG
 from tests.witness import witness
 
+pytestmark = pytest.mark.alone
+
 KINDS = (LayerAttention(0.125),) * 30
 SHAPE = replace(CONFIG, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, attention=KINDS)
 

@@ -1,9 +1,12 @@
 """Host time stays a small part of a step: plan, pack and commit under 10 us of CPU a row at 256 rows; the prefix cache
 under 0.5 us a prompt token where nothing hits. Best of 5."""
 
+import pytest
 from benchmarks.step_cost import measure, measure_prefix
 
 from tests.witness import witness
+
+pytestmark = pytest.mark.alone
 
 
 def test_host_time_a_row() -> None:

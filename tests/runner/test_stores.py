@@ -62,7 +62,7 @@ def test_pack_lays_rows_out_in_the_plans_order(model):
     assert step.token_ids.tolist() == [42, 11, 12, 13, 7, 0, 0, 0]
     assert step.positions.tolist()[:5] == [17, 6, 7, 8, 0]
     assert step.ends.tolist() == [18, 9, 1]
-    assert step.attention.offsets.tolist() == [0, 1, 4, 5] and step.attention.starts.tolist() == [17, 6, 0]
+    assert step.offsets.tolist() == [0, 1, 4, 5] and step.starts.tolist() == [17, 6, 0]
     expected = [rows.block_table[5, 4] * 4 + 1, *(rows.block_table[2, p // 4] * 4 + p % 4 for p in (6, 7, 8))]
     assert step.kv_slots.tolist() == [*expected, rows.block_table[1, 0] * 4]
     assert step.sampled.tolist() == [0, 1] and step.sampled_hidden.tolist() == [0, 3]

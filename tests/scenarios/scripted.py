@@ -23,6 +23,7 @@ from perdure.api.plan import NO_LOGPROBS, RowInit, StepOutput, StepPlan
 from perdure.api.request import Request, RequestId
 from perdure.api.sampling import SamplingParams
 from perdure.api.scores import TokenScores
+from perdure.core.group import Group
 from perdure.core.scheduler import Scheduler
 from perdure.core.state import RequestState
 from perdure.engine.loop import Inbox, Loop
@@ -44,7 +45,7 @@ def counting(first: int) -> Script:
 
 def flat(settings: RowInit, index: int) -> int:
     """The keyed draw from equal logits."""
-    u = uniforms(np.array([settings.seed], np.uint64), np.array([index], np.int64))
+    u = uniforms(np.array([settings.seed], np.uint64), np.array([index], np.int64), settings.child)
     return int(u[0] * VOCAB)
 
 
@@ -127,18 +128,21 @@ class Pieces:
 class Call:
     """One submitted request and all that was told of it.
 
-    token_ids, scores: as streamed. told: what a stream is made of. residencies: how many output tokens it had each time
-    it was given a slot.
+    streamed, scores_of: as streamed, by child. records: of children, as they ended. token_ids, scores, record: of the
+    first child, which most have alone. told: what a stream is made of. residencies: how many output tokens the first
+    child had each time it was given a slot.
     """
 
     def __init__(self, stage: Stage, request: Request, script: Script) -> None:
         self.stage = stage
         self.request = request
         self.script = script
-        self.record: ev.Record | None = None
+        children = range(request.params.n)
+        self.records: dict[int, ev.Record] = {}
         self.refusal: ev.Failure | None = None
-        self.token_ids: list[int] = []
-        self.scores = TokenScores(listed_ids=request.params.logprob_token_ids)
+        self.streamed: list[list[int]] = [[] for _ in children]
+        self.scores_of = [TokenScores(listed_ids=request.params.logprob_token_ids) for _ in children]
+        self.token_ids, self.scores = self.streamed[0], self.scores_of[0]
         self.told: list[ev.Progress | ev.Ended] = []
         self.residencies: list[int] = []
         self.num_ends = 0
@@ -151,14 +155,21 @@ class Call:
             case ev.Refused(_, request_id, failure):
                 assert request_id == self.request.request_id
                 self.num_ends, self.refusal = self.num_ends + 1, failure
-            case ev.Ended(_, record):
+            case ev.Ended(_, record, num_left):
                 assert repr(record.request_id) == repr(self.request.request_id)  # 7 and "7" differ
-                self.num_ends, self.record = self.num_ends + 1, record
-            case ev.Progress(_, first, token_ids, scores):
-                assert first == len(self.token_ids)
-                self.token_ids += token_ids
+                assert record.child not in self.records, "two ends of one child"
+                self.records[record.child] = record
+                assert num_left == self.request.params.n - len(self.records)
+                self.num_ends += not num_left
+            case ev.Progress(_, first, token_ids, scores, _, child):
+                assert child not in self.records and first == len(self.streamed[child])
+                self.streamed[child] += token_ids
                 if scores is not None:
-                    self.scores.extend(scores)
+                    self.scores_of[child].extend(scores)
+
+    @property
+    def record(self) -> ev.Record | None:
+        return self.records.get(0)
 
     @property
     def ended(self) -> ev.Record:
@@ -167,16 +178,21 @@ class Call:
         return self.record
 
     @property
-    def state(self) -> RequestState:
+    def group(self) -> Group:
         """The core's own record, while live."""
-        state = self.stage.scheduler.requests.live[self.request.request_id]
-        assert state.request.ticket == self.request.ticket
-        return state
+        group = self.stage.scheduler.requests.live[self.request.request_id]
+        assert group.request.ticket == self.request.ticket
+        return group
+
+    @property
+    def state(self) -> RequestState:
+        """Of its first child."""
+        return self.group.children[0]
 
     @property
     def is_live(self) -> bool:
-        state = self.stage.scheduler.requests.live.get(self.request.request_id)
-        return state is not None and state.request.ticket == self.request.ticket
+        group = self.stage.scheduler.requests.live.get(self.request.request_id)
+        return group is not None and group.request.ticket == self.request.ticket
 
     @property
     def num_output(self) -> int:
@@ -214,7 +230,9 @@ class Stage:
 
     def _on_launch(self, plan: StepPlan) -> None:
         for settings in plan.row_inits:
-            self._call(settings.request).residencies.append(self.scheduler.requests.states[settings.request].num_output)
+            state = self.scheduler.requests.states[settings.request]
+            if state.child == 0:
+                self._call(settings.request).residencies.append(state.num_output)
 
     def _publish(self, events: list[ev.Event], time: float) -> None:
         self.events += events

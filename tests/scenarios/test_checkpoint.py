@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
-from perdure.api.checkpoint import Checkpoint
+from perdure.api.checkpoint import Checkpoint, Sample
+from perdure.api.ending import Ending
 from perdure.api.errors import InvalidValue
 from perdure.api.event import Failure
 from perdure.api.fingerprint import Fingerprint
@@ -56,7 +59,7 @@ def after_a_hit(depth: int) -> tuple[Stage, Call]:
     stage.run()
     call = submitted(stage, prompt_logprobs=None)
     stage.until(lambda: call.num_output == 6)
-    assert call.state.num_cached == 8
+    assert call.group.num_cached == 8
     return stage, call
 
 
@@ -231,9 +234,12 @@ def test_damaged_and_foreign_files_are_refused() -> None:
     data = stage.checkpoint(call).to_bytes()
     version = len(b"perdure checkpoint")
     wrong = {
-        "not a checkpoint of perdure": [b"", b"{}", b"x" + data],
-        "format version 0, and only version 3": [data[:version] + b"\0\0" + data[version + 2 :]],
-        "format version 1, and only version 3": [data[:version] + b"\1\0" + data[version + 2 :]],
+        "not a checkpoint of perdure": [b"", b"{}", b"x" + data, b"perdure journal\n"],
+        "cut short: 1 bytes end before": [data[:1]],
+        "cut short: 18 bytes end before": [data[:version]],
+        "cut short: 19 bytes end before": [data[: version + 1]],
+        "format version 0, and only version 4": [data[:version] + b"\0\0" + data[version + 2 :]],
+        "format version 3, and only version 4": [data[:version] + b"\3\0" + data[version + 2 :]],
         "damaged or cut short": [data[:-1], data[: version + 2], data + b"x", data[:-1] + bytes([data[-1] ^ 1])],
         "is bytes, not str": ["perdure checkpoint"],
     }
@@ -244,3 +250,47 @@ def test_damaged_and_foreign_files_are_refused() -> None:
     for at in range(version + 2, len(data), 7):
         with pytest.raises(InvalidValue, match="damaged"):
             Checkpoint.from_bytes(data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("request_id", True, "request_id=True"),
+        ("request_id", 1.5, "request_id=1.5"),
+        ("request_id", 2**63, "fits neither 64 bits"),
+        ("request_id", "\ud800", "nor UTF-8"),
+        ("status", "finished", "status='finished'"),
+        ("params", {}, "params={}"),
+        ("prompt", 5, "prompt=5"),
+        ("prompt", b"text", "prompt=b'text'"),
+        ("prompt", "\ud800", "not valid Unicode"),
+        ("prompt_tokens", b"123", "prompt_tokens of 3 bytes"),
+        ("seed", 1.0, "seed=1.0"),
+        ("tokens", "AAAA", "tokens='AAAA'"),
+        ("tokens", bytearray(400), "bytes is"),
+        ("scores", None, "scores is missing"),
+        ("exact", 1, "exact=1"),
+        ("num_cached_tokens", -1, "num_cached_tokens=-1 does not fit a prompt of 10 tokens"),
+        ("num_cached_tokens", 10, "num_cached_tokens=10 does not fit a prompt of 10 tokens"),
+        ("num_cached_tokens", True, "num_cached_tokens=True"),
+        ("num_pauses", -1, "num_pauses=-1"),
+        ("num_evictions", 2**63, "num_evictions=9223372036854775808"),
+        ("num_checkpoints", 0.5, "num_checkpoints=0.5"),
+        ("epochs", ((0, "a"),), "epochs="),
+        ("samples", (), "holds 0 samples of a request with n=1"),
+        ("samples", ({},), "samples="),
+        ("ending", Ending("stop"), "all samples of the checkpoint have ended"),
+        ("timing", None, "timing=None"),
+    ],
+)
+def test_a_checkpoint_that_was_altered_is_checked_like_one_from_a_file(field: str, value: object, words: str) -> None:
+    stage, call = running(1)
+    found = stage.checkpoint(call)
+    (sample,) = found.samples
+    with pytest.raises(InvalidValue, match=re.escape(words)) as refusal:
+        if field in Sample.__struct_fields__:
+            replace(found, samples=(replace(sample, **{field: value}),))
+        else:
+            replace(found, **{field: value})
+    assert len(str(refusal.value)) < 800
+    assert replace(found, request_id="another").token_ids == found.token_ids

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
-from perdure.api.checkpoint import Checkpoint
+from perdure.api.checkpoint import Checkpoint, Sample
 from perdure.api.config import CoreConfig
 from perdure.api.directive import Directive
 from perdure.api.event import Failure
@@ -60,12 +60,20 @@ class MarkingScheduler(Scheduler):
     marks: Counter[str]
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[ev.Event]:
-        before = {state.request.ticket: state.status for state in self.requests.states.values()}
+        before = {(state.request.ticket, state.child): state.status for state in self.requests.states.values()}
         told = super().commit(plan, output)
         for event in told:
             if isinstance(event, ev.Ended):
-                self.marks[f"{event.record.finish_reason} while {before[event.ticket].value}"] += 1
+                record = event.record
+                self.marks[f"{record.finish_reason} while {before[event.ticket, record.child].value}"] += 1
         return told
+
+    def plan(self) -> StepPlan | None:
+        plan = super().plan()
+        if plan is not None:
+            self.marks["copies"] += len(plan.copy_from)
+            self.marks["later children in prefill"] += sum(init.child > 0 for init in plan.row_inits)
+        return plan
 
 
 class Life:
@@ -115,16 +123,21 @@ class Life:
         """Whether most requests begin alike, as those of a rollout do."""
         self.bases = [[rng.randrange(self.config.vocab_size) for _ in range(max_len)] for _ in range(2)]
         self.requests: dict[int, Request] = {}
-        self.ended: dict[int, ev.Record] = {}
+        self.ended: set[int] = set()
+        """Requests of which every child has ended."""
+        self.records: dict[tuple[int, int], ev.Record] = {}
+        """By ticket and child, as all that is told of one."""
         self.refused: set[int] = set()
-        self.parts: dict[int, tuple[list[int], TokenScores]] = {}
-        self.part_epochs: dict[int, list[tuple[int, int]]] = {}
-        self.moments: dict[int, list[ev.Moment]] = {}
+        self.parts: dict[tuple[int, int], tuple[list[int], TokenScores]] = {}
+        self.part_epochs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self.moments: dict[tuple[int, int], list[ev.Moment]] = {}
+        self.first_child: dict[int, int] = {}
+        """Of each request, whose token came first: it saw the weights that scored the prompt."""
         self.elsewhere = Elsewhere(self.config, rng, lambda request: PieceCursor(), self._publish, self._fail)
         self.taken: list[tuple[int, Checkpoint]] = []
         """Every checkpoint, with the ticket of the request it was taken of."""
-        self.at_rest: list[Checkpoint] = []
-        """Those that may still be submitted."""
+        self.at_rest: list[tuple[int, Checkpoint]] = []
+        """Those of them that may still be submitted."""
         self.went_on: dict[int, Checkpoint] = {}
         """By the ticket under which it went on."""
         self.is_elsewhere: set[int] = set()
@@ -257,9 +270,9 @@ class Life:
     def _go_on(self) -> None:
         """Submit a checkpoint here or elsewhere, under its own id or another; it can be submitted again."""
         rng = self.rng
-        checkpoint = rng.choice(self.at_rest)
+        origin, checkpoint = rng.choice(self.at_rest)
         if rng.random() < 0.7:
-            self.at_rest.remove(checkpoint)
+            self.at_rest.remove((origin, checkpoint))
         ticket = self.ticket()
         name = checkpoint.request_id if rng.random() < 0.6 else rng.randint(0, 12)
         request = checkpoint.as_request(name, ticket, stream=rng.random() < 0.5)
@@ -270,14 +283,16 @@ class Life:
             self.may_refuse.add(ticket)
         self._enter(request)
         self.went_on[ticket] = checkpoint
+        if checkpoint.num_output:
+            self.first_child[ticket] = self.first_child[origin]
         if there:
             self.is_elsewhere.add(ticket)
         inbox = self.elsewhere.inbox if there else self.inbox
         inbox.put(cmd.Submit(request, Checkpoint.from_bytes(checkpoint.to_bytes())))
 
-    def _num_known(self, ticket: int) -> int:
+    def _num_known(self, ticket: int, child: int) -> int:
         """Output tokens that came with the request's checkpoint."""
-        return self.went_on[ticket].num_output if ticket in self.went_on else 0
+        return self.went_on[ticket].samples[child].num_output if ticket in self.went_on else 0
 
     def _params(self) -> SamplingParams:
         rng, vocab = self.rng, self.config.vocab_size
@@ -286,6 +301,7 @@ class Life:
         ids = lambda most: [rng.randrange(vocab) for _ in range(rng.randint(1, most))]  # noqa: E731
         forced = ids(min(4, least)) if least and rng.random() < 0.15 else None
         return SamplingParams(
+            n=1 if max_tokens == 0 else rng.choice((1, 1, 1, 1, 2, 3, 6)),
             max_tokens=max_tokens,
             min_tokens=rng.randint(0, min(6, least)) if rng.random() < 0.3 else 0,
             temperature=rng.choice((0.0, 1.0)),
@@ -318,27 +334,33 @@ class Life:
     def _publish(self, events: list[ev.Event], time: float) -> None:
         for event in events:
             match event:
-                case ev.Ended(ticket, record):
-                    assert ticket not in self.ended, f"two ends of {ticket}"
+                case ev.Ended(ticket, record, num_left):
+                    assert (ticket, record.child) not in self.records, f"two ends of child {record.child} of {ticket}"
                     assert ticket not in self.refused
-                    self.ended[ticket] = record
+                    self.records[ticket, record.child] = record
+                    num_ended = sum(number == ticket for number, _ in self.records)
+                    assert num_left == self.requests[ticket].params.n - num_ended
+                    if not num_left:
+                        self.ended.add(ticket)
                     self.orders.ended(ticket, record, ticket in self.is_elsewhere)
                 case ev.Refused(ticket, request_id, _):
                     assert ticket not in self.ended and ticket not in self.refused
                     assert ticket in self.must_refuse | self.may_refuse | self.unmade, f"for no reason: {event}"
                     assert request_id == self.requests[ticket].request_id
                     self.refused.add(ticket)
-                    if self.moments.get(ticket):
-                        assert [moment.kind for moment in self.moments[ticket]][:2] == ["queued", "held"]
-                        assert ticket in self.unmade and ticket not in self.parts
+                    if told := [key for key in self.moments if key[0] == ticket]:
+                        for key in told:
+                            assert [moment.kind for moment in self.moments[key]][:2] == ["queued", "held"]
+                        assert len(told) == self.requests[ticket].params.n
+                        assert ticket in self.unmade and not any(key in self.parts for key in told)
                         self.marks["refused while held"] += 1
-                        self.orders.refused_late(ticket in self.is_elsewhere)
-                case ev.Progress(ticket, first, token_ids, scores, epoch):
-                    is_free = ticket in self.is_elsewhere or first < self._num_known(ticket)
+                        self.orders.refused_late(len(told), ticket in self.is_elsewhere)
+                case ev.Progress(ticket, first, token_ids, scores, epoch, child):
+                    is_free = ticket in self.is_elsewhere or first < self._num_known(ticket, child)
                     assert is_free or not self.orders.is_halted, "a token came while paused or suspended"
-                    self.part_epochs.setdefault(ticket, []).append((first, epoch))
-                    ids, log = self.parts.setdefault(ticket, ([], self._no_scores(ticket)))
-                    assert ticket not in self.ended and first == len(ids)
+                    self.part_epochs.setdefault((ticket, child), []).append((first, epoch))
+                    ids, log = self.parts.setdefault((ticket, child), ([], self._no_scores(ticket)))
+                    assert (ticket, child) not in self.records and first == len(ids)
                     assert (scores is not None) == self.requests[ticket].params.asks_scores
                     ids += token_ids
                     if scores is not None:
@@ -350,12 +372,14 @@ class Life:
                 case ev.Taken(_, ticket, checkpoint):
                     assert ticket not in self.ended and checkpoint.request_id == self.requests[ticket].request_id
                     self.taken.append((ticket, checkpoint))
-                    self.at_rest.append(checkpoint)
+                    self.at_rest.append((ticket, checkpoint))
                     self.marks[f"checkpoint while {checkpoint.status}"] += 1
                     self.marks["checkpoint while suspended"] += self.orders.is_halted and self.orders.is_suspended
-                case ev.Moment(ticket):
-                    assert ticket not in self.ended, f"{event} after the end"
-                    self.moments.setdefault(ticket, []).append(event)
+                case ev.Moment(ticket, kind, _, _, child):
+                    assert (ticket, child) not in self.records, f"{event} after the end"
+                    self.moments.setdefault((ticket, child), []).append(event)
+                    if kind == "first_token":
+                        self.first_child.setdefault(ticket, child)
 
     # Judgement
 
@@ -375,20 +399,20 @@ class Life:
         self.marks["waits for a prefix"] += len(waits)
         self.marks["refused"] += len(self.refused)
         self._mark_kinds(stats)
-        for ticket, record in self.ended.items():
+        for (ticket, child), record in self.records.items():
             request, past = self.requests[ticket], self.went_on.get(ticket)
             given = request.params.seed
             if past is not None:
                 given = past.seed
             elif given is None:
-                given = derived_seed(self.config.seed, self.config.replica, record.arrival)
-            assert record.seed == given
+                given = derived_seed(self.config.seed, self.config.replica, record.arrival - child)
+            assert record.seed == given and record.child == child
             spans = record.weight_epochs
-            for first, epoch in self.part_epochs.get(ticket, ()):
+            for first, epoch in self.part_epochs.get((ticket, child), ()):
                 assert epoch == [number for begin, number in spans if begin <= first][-1]
             if record.exact or not self.orders.keeps:  # else some KV is of several weights
                 weights_at = self.orders.weights_of(ticket, record)
-                self._judge_one(request, record, expected(request, record.seed, self.config, weights_at))
+                self._judge_one(request, record, expected(request, record.seed, self.config, weights_at, child), past)
             if not record.exact:
                 # between engines, or over an update of this one's weights
                 moved_on = past is not None and (
@@ -398,20 +422,45 @@ class Life:
                 assert self.orders.keeps or crossed, "only KV of several weights, or a move to others, is not exact"
                 assert record.scores is None or record.scores.num_scored == len(record.token_ids)
                 self.marks["inexact after a checkpoint" if past is not None else "inexact"] += 1
-            _judge_moments(self.moments[ticket], record, past)
+            _judge_moments(self.moments[ticket, child], record, past)
             assert record.num_checkpoints == (past.num_checkpoints if past is not None else 0)
             if past is not None:
                 self.marks[f"{record.finish_reason} after {min(record.num_checkpoints, 3)} checkpoints"] += 1
                 self.marks[f"went on {'elsewhere' if ticket in self.is_elsewhere else 'here'}"] += 1
+            self.marks[f"children: {record.finish_reason}"] += request.params.n > 1
+        for ticket in self.ended:
+            self._judge_prompt_scores(ticket)
         for ticket, checkpoint in self.taken:
             if ticket in self.unmade and ticket in self.refused:
                 continue
-            record, count = self.ended[ticket], checkpoint.num_output
-            assert checkpoint.token_ids == record.token_ids[:count]
-            if checkpoint.scores is not None and record.scores is not None:
-                assert TokenScores.unpack(
-                    checkpoint.scores, checkpoint.token_ids, listed_ids=checkpoint.params.logprob_token_ids
-                ) == record.scores.cut(0, count)
+            for child, sample in enumerate(checkpoint.samples):
+                record, count = self.records[ticket, child], sample.num_output
+                assert sample.token_ids == record.token_ids[:count]
+                assert sample.ending is None or (count, sample.ending.reason) == (
+                    len(record.token_ids),
+                    record.finish_reason,
+                )
+                self.marks["checkpoints with ended children"] += sample.ending is not None
+                if sample.scores is not None and record.scores is not None:
+                    assert TokenScores.unpack(
+                        sample.scores, sample.token_ids, listed_ids=checkpoint.params.logprob_token_ids
+                    ) == record.scores.cut(0, count)
+
+    def _judge_prompt_scores(self, ticket: int) -> None:
+        """Once for all children, by the weights that drew the first token of any: in the record of the last to end."""
+        request = self.requests[ticket]
+        records = [self.records[ticket, child] for child in range(request.params.n)]
+        given = [record for record in records if record.prompt_scores is not None]
+        assert len(given) == (request.params.prompt_logprobs is not None)
+        if not given or (self.orders.keeps and not all(record.exact for record in records)):
+            return
+        (last,) = given
+        assert last.prompt_scores is not None
+        judge = records[self.first_child[ticket]] if ticket in self.first_child else last
+        truth = expected(request, last.seed, self.config, self.orders.weights_of(ticket, judge)).prompt_scores
+        if not any(record.finish_reason in ("stop", "length") for record in records):
+            truth = truth[: last.prompt_scores.num_scored]
+        _judge_scores(last.prompt_scores, truth, True)
 
     def _no_scores(self, ticket: int) -> TokenScores:
         return TokenScores(listed_ids=self.requests[ticket].params.logprob_token_ids)
@@ -420,10 +469,10 @@ class Life:
         """How many kinds of interruption met in this one life."""
         met = [self.marks[name] > self.marks_before[name] for name in KINDS]
         met += [bool(one) for one in (stats.num_evictions, stats.num_pauses, stats.num_cached_tokens, self.went_on)]
-        met.append(any(record.finish_reason == "abort" for record in self.ended.values()))
+        met.append(any(record.finish_reason == "abort" for record in self.records.values()))
         self.marks["storms"] += sum(met) >= STORM
 
-    def _judge_one(self, request: Request, record: ev.Record, truth: Expected) -> None:
+    def _judge_one(self, request: Request, record: ev.Record, truth: Expected, past: Checkpoint | None) -> None:
         count = len(record.token_ids)
         assert record.token_ids == truth.token_ids[:count], (request, record.token_ids, truth.token_ids)
         assert record.request_id == request.request_id and record.prompt_token_ids == request.prompt_token_ids
@@ -431,9 +480,9 @@ class Life:
         if request.cache_salt == f"of {request.ticket} alone":
             assert not record.num_cached_tokens, "pages of another salt"
         self.marks["prompt scores that came with pages"] += record.num_cached_tokens > 0 and bool(record.prompt_scores)
-        ids, log = self.parts.get(request.ticket, ([], self._no_scores(request.ticket)))
-        if request.stream:
-            kinds = [moment.kind for moment in self.moments[request.ticket]]
+        ids, log = self.parts.get((request.ticket, record.child), ([], self._no_scores(request.ticket)))
+        if request.stream and (past is None or past.samples[record.child].ending is None):
+            kinds = [moment.kind for moment in self.moments[request.ticket, record.child]]
             ended_held = kinds.count("held") > kinds.count("released")  # what it had already is told with its end
             assert ids == record.token_ids[: len(ids)] and (len(ids) >= count - 1 or ended_held)
             assert record.scores is None or log == record.scores.cut(0, len(ids))
@@ -451,15 +500,12 @@ class Life:
         if record.scores is not None:
             width = len(request.params.logprob_token_ids or ())
             assert record.scores.listed_scores.tolist() == truth.listed[: count * width]
-        prompt_scores = truth.prompt_scores
-        if record.finish_reason not in ("stop", "length") and record.prompt_scores is not None:
-            prompt_scores = prompt_scores[: record.prompt_scores.num_scored]
-        _judge_scores(record.prompt_scores, prompt_scores, request.params.prompt_logprobs is not None)
 
 
 def _judge_moments(moments: list[ev.Moment], record: ev.Record, past: Checkpoint | None) -> None:
     """They tell the whole way here: in an order that can be, and as often as the record says."""
-    before = (0, 0, 0) if past is None else (past.num_output, past.num_pauses, past.num_evictions)
+    sample = Sample() if past is None else past.samples[record.child]
+    before = sample.num_output, sample.num_pauses, sample.num_evictions
     kinds = [moment.kind for moment in moments]
     assert kinds[0] == "queued" and moments[0].detail == record.request_id
     assert kinds.count("queued") == 1 and kinds.count("first_token") == (len(record.token_ids) > 0 == before[0])

@@ -32,9 +32,14 @@ def text_of(token_ids: list[int]) -> str:
 
 
 def expected(
-    request: Request, seed: int, config: CoreConfig, weights_at: Callable[[int], int] = lambda index: 0
+    request: Request,
+    seed: int,
+    config: CoreConfig,
+    weights_at: Callable[[int], int] = lambda index: 0,
+    child: int = 0,
 ) -> Expected:
-    """weights_at(output index): the weights that draw this token; the prompt's scores are of those at 0."""
+    """Of one child, computed as if it were the only one. weights_at(output index): the weights that draw this token;
+    the prompt's scores are of those at 0."""
     params, prompt = request.params, request.prompt_token_ids
     room = min(config.max_model_len, config.num_pages * config.page_size) - len(prompt)
     forced = params.forced_token_ids or ()
@@ -62,6 +67,7 @@ def expected(
             structure=params.structured_outputs,
         ),
         forced_ids=params.forced_token_ids or (),
+        child=child,
     )
     result = Expected()
     contents = _contents(prompt, weights_at(0))

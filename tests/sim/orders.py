@@ -50,8 +50,8 @@ class Orders:
         self._era = 0
         self._arrivals: list[tuple[int, int]] = []
         self._num_refused_late: Counter[int] = Counter()
-        """By era: those that had an arrival when they were refused."""
-        self._weights_at_end: dict[int, int] = {}
+        """By era: those that had an arrival when they were refused, every child counted."""
+        self._weights_at_end: dict[tuple[int, int], int] = {}
 
     @property
     def is_suspended(self) -> bool:
@@ -200,10 +200,10 @@ class Orders:
         """there: in the other engine, which has its first weights for ever."""
         if not there:
             self._arrivals.append((self._era, record.arrival))
-        self._weights_at_end[ticket] = 0 if there else self._loaded
+        self._weights_at_end[ticket, record.child] = 0 if there else self._loaded
 
-    def refused_late(self, there: bool) -> None:
-        self._num_refused_late[self._era] += not there
+    def refused_late(self, count: int, there: bool) -> None:
+        self._num_refused_late[self._era] += 0 if there else count
 
     # Judging
 
@@ -212,7 +212,7 @@ class Orders:
         spans = record.weight_epochs
         assert bool(spans) == bool(record.token_ids)
         if not spans:
-            return lambda index: self._weights_at_end[ticket]
+            return lambda index: self._weights_at_end[ticket, record.child]
         firsts = [first for first, _ in spans]
         assert firsts[0] == 0 and firsts == sorted({*firsts}) and firsts[-1] < len(record.token_ids)
         self.life.marks["results of several epochs"] += len(spans) > 1

@@ -50,8 +50,8 @@ FAULTS = {
     "a_seed_resolved_again_after_a_checkpoint": (
         "core/checkpoint.py",
         2,
-        "RequestState(request, arrival, checkpoint.seed,",
-        "RequestState(request, arrival, config.seed if request.params.seed is None else request.params.seed,",
+        "Group(request, checkpoint.seed,",
+        "Group(request, config.seed if request.params.seed is None else request.params.seed,",
     ),
     "a_key_published_at_plan_time": (
         "core/planning.py",
@@ -93,13 +93,13 @@ FAULTS = {
     "a_checkpoint_that_forgets_which_weights": (
         "core/checkpoint.py",
         2,
-        "epochs=tuple(state.epochs)",
-        "epochs=tuple(state.epochs[-1:] and [(0, state.epochs[-1][1])])",
+        "epochs=tuple(state.epochs),",
+        "epochs=tuple(state.epochs[-1:] and [(0, state.epochs[-1][1])]),",
     ),
     "a_checkpoint_with_prompt_scores_of_other_weights": (
         "core/checkpoint.py",
         2,
-        "if checkpoint.prompt_scores is not None and (is_same or output):",
+        "if checkpoint.prompt_scores is not None and (is_same or checkpoint.num_output):",
         "if checkpoint.prompt_scores is not None:",
     ),
     "a_row_planned_before_the_host_had_its_say": (

@@ -60,11 +60,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs requests of full length, within a quarter of the memory that is free.
     seed: what the seeds of requests without one are derived from, with their arrival. seed_policy: "per_replica" =
     with this engine's index, `replica`, too, so that replicas draw differently; "shared" = without it.
-    max_num_batched_tokens: most positions computed in one step. steps_in_flight: 1 = plan only after the step before
-    is known, 2 = overlapped, up to 4. batch_invariant: bitwise results whatever the schedule. on_mismatch: whether a
+    device: "auto" = cuda where there is one. max_num_batched_tokens: most positions computed in one step; None = 512 on
+    a CPU, 8192 on CUDA. steps_in_flight: 1 = plan only after the step before is known, 2 = overlapped, up to 4.
+    batch_invariant: bitwise results whatever the schedule; None = on a CPU, and not on CUDA, which has no such forms
+    yet. on_mismatch: whether a
     checkpoint whose bits come from another kind of engine goes on, with `exact=False` in its result, or is refused.
     paused_pages: how many pages requests that wait for one may keep together, others are evicted and computed again;
     None = a tenth of the pool. admit_beside_paused: False = while a request waits so, no other is taken in.
+    gpu_memory_utilization: how much of the device's memory all of it may take, as a part; what weights and a step
+    leave of that is the pool. num_cuda_graphs: sizes of steps that are captured, -1 = as many as the rule has, 0: none;
+    cuda_graph_sizing: the rule (`runner.shapes`); cuda_graph_max_tokens: of a captured step, or, with
+    cuda_graph_all_prefills, max_num_batched_tokens; cuda_graph_mixed_prefill: prompts in a captured step that has some,
+    0 = none are captured.
     attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own. quantization:
     "gguf" keeps the blocks of a GGUF file as they are instead of expanding them. progress: say on stderr what is being
     done. check_integrity, poison_free_pages: for debugging; account for everything after every turn, and fill pages
@@ -81,19 +88,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     replica: int = 0
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     page_size: int = 16
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
     paused_pages: int | None = None
     admit_beside_paused: bool = True
     enable_prefix_caching: bool = True
     steps_in_flight: int = 2
-    batch_invariant: bool = True
+    batch_invariant: bool | None = None
     on_mismatch: OnMismatch = "continue"
     logprobs_mode: LogprobsMode = "raw"
     attention_backend: str = "auto"
     linear_backend: str = "auto"
+    num_cuda_graphs: int = -1
+    cuda_graph_sizing: Literal["exponential", "linear", "hybrid"] = "hybrid"
+    cuda_graph_max_tokens: int = 512
+    cuda_graph_mixed_prefill: int = 0
+    cuda_graph_all_prefills: bool = False
     quantization: str | None = None
     max_num_waiting: int | None = None
     return_prompt: bool = False
@@ -116,20 +129,36 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise InvalidValue(f"{name}={getattr(self, name)!r} is not a str")
         for name in _BOOLEANS:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidValue(f"{name}={getattr(self, name)!r} is not a bool")
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name in _OPTIONAL):
+                raise InvalidValue(f"{name}={value!r} is not a bool")
         for name, allowed in _CHOICES:
             if getattr(self, name) is None and name in _OPTIONAL:
                 continue
             if getattr(self, name) not in allowed:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} is none of {', '.join(allowed)}")
         for name in ("attention_backend", "linear_backend"):
-            if self.batch_invariant and getattr(self, name) == "plain":
+            if self.batch_invariant is not False and self.device != "cuda" and getattr(self, name) == "plain":
                 raise InvalidValue(f"{name}='plain' is not batch invariant: it needs batch_invariant=False")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise InvalidValue(f"gpu_memory_utilization={share!r} is no part: above 0, up to 1")
+        if self.device == "cuda":
+            self._check_cuda()
         if self.quantization is not None:
             self._check_quantization()
         if self.num_pages is not None and self.kv_cache_bytes is not None:
             raise InvalidValue(f"num_pages={self.num_pages} and kv_cache_bytes={self.kv_cache_bytes}: give only one")
+
+    def _check_cuda(self) -> None:
+        """What is asked must be what there is on that device."""
+        if self.batch_invariant:
+            raise InvalidValue("batch_invariant=True is not there on device='cuda' yet: leave it out or say False")
+        for name, fitting in _ON_CUDA:
+            if getattr(self, name) not in fitting:
+                raise InvalidValue(
+                    f"{name}={getattr(self, name)!r} is not for device='cuda': {', '.join(map(str, fitting))}"
+                )
 
     def _check_quantization(self) -> None:
         """Only the compiled kernels read blocks, and they compute in float32."""
@@ -165,6 +194,9 @@ _RANGES: tuple[tuple[str, int, int | None], ...] = (
     ("kv_cache_bytes", 1, None),
     ("paused_pages", 0, None),
     ("steps_in_flight", 1, 4),
+    ("num_cuda_graphs", -1, 4096),
+    ("cuda_graph_max_tokens", 1, None),
+    ("cuda_graph_mixed_prefill", 0, None),
     ("max_num_waiting", 1, None),
 )
 _TEXTS = ("model", "tokenizer", "journal")
@@ -172,22 +204,38 @@ _BOOLEANS = (
     "admit_beside_paused",
     "enable_prefix_caching",
     "batch_invariant",
+    "cuda_graph_all_prefills",
     "return_prompt",
     "progress",
     "check_integrity",
     "poison_free_pages",
 )
-_OPTIONAL = ("max_model_len", "num_pages", "kv_cache_bytes", "paused_pages", "quantization", "max_num_waiting")
+_OPTIONAL = (
+    "max_model_len",
+    "max_num_batched_tokens",
+    "num_pages",
+    "kv_cache_bytes",
+    "paused_pages",
+    "batch_invariant",
+    "quantization",
+    "max_num_waiting",
+)
 _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtype", ("auto", "float32", "bfloat16", "float16")),
-    ("device", ("auto", "cpu")),
+    ("device", ("auto", "cpu", "cuda")),
     ("load_format", ("auto", "dummy")),
     ("on_mismatch", ("continue", "refuse")),
     ("logprobs_mode", ("raw", "processed")),
     ("seed_policy", ("shared", "per_replica")),
-    ("attention_backend", ("auto", "native", "tiled", "plain", "reference")),
+    ("attention_backend", ("auto", "native", "tiled", "plain", "triton", "reference")),
     ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),
     ("quantization", ("gguf",)),
+    ("cuda_graph_sizing", ("exponential", "linear", "hybrid")),
+)
+_ON_CUDA: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    ("attention_backend", ("auto", "triton", "reference")),
+    ("linear_backend", ("auto", "plain", "reference")),
+    ("quantization", (None,)),
 )
 _QUANTIZED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtype", ("auto", "float32")),

@@ -3,13 +3,22 @@
 - A value wrong by itself (settings, configuration) raises `InvalidValue` where it is built.
 - What admission refuses ends that one request; `generate` returns it in place as a result with `error` set.
 - `EngineDead` is sticky: every waiter and every later call gets it.
+- A message stays readable whatever value it quotes: of a long one the middle is left out.
 """
 
 from __future__ import annotations
 
+LONGEST_MESSAGE, KEPT_OF_EACH_END = 1000, 300
+
 
 class PerdureError(Exception):
     """Base of every error this package raises on purpose."""
+
+    def __init__(self, message: str = "") -> None:
+        if len(message) > LONGEST_MESSAGE:
+            begin, end = message[:KEPT_OF_EACH_END], message[-KEPT_OF_EACH_END:]
+            message = f"{begin} ... ({len(message) - len(begin) - len(end)} characters) ... {end}"
+        super().__init__(message)
 
 
 class InvalidValue(PerdureError, ValueError):

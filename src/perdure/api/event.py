@@ -1,56 +1,26 @@
 """What the engine loop reports, addressed by ticket.
 
-A request gets any number of `Moment` and `Progress` and one `Ended`; or `Refused`, before any `Progress`.
+A request gets any number of `Moment` and `Progress` and one `Ended`; or `Refused`, before any `Progress`. One with
+n > 1 gets these for each of its children, who share the ticket (`child` says whose an event is), and `Refused` once.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-from perdure.api import errors
 from perdure.api.checkpoint import Checkpoint
+from perdure.api.ending import Failure as Failure
+from perdure.api.ending import FinishReason as FinishReason
+from perdure.api.ending import StopMatch as StopMatch
 from perdure.api.moment import MomentKind
 from perdure.api.request import RequestId
 from perdure.api.scores import TokenScores
 
-FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-class Failure(msgspec.Struct, frozen=True):
-    """An error as a plain value: a class of `api.errors` by name, and its message."""
-
-    kind: str
-    message: str
-
-    @staticmethod
-    def of(error: errors.PerdureError) -> Failure:
-        return Failure(type(error).__name__, str(error))
-
-    def to_exception(self) -> errors.PerdureError:
-        found = getattr(errors, self.kind, None)
-        assert isinstance(found, type) and issubclass(found, errors.PerdureError), self.kind
-        return found(self.message)
-
-
-class StopMatch(msgspec.Struct, frozen=True):
-    """Why and where a request stopped.
-
-    reason: None for an end id of the model, else the id, sequence or string. num_tokens: output tokens up to and with
-    the one that completed the match. num_matched: how many of these belong to the match. text_end: for strings, where
-    the match begins in the output's text (characters), and match_length its length.
-    """
-
-    reason: int | tuple[int, ...] | str | None
-    num_tokens: int
-    num_matched: int
-    text_end: int | None = None
-    match_length: int = 0
-
 
 class Record(msgspec.Struct, frozen=True):
-    """All that remains of an ended request, copied out of the core. Token ids and scores are not stripped yet."""
+    """All that remains of an ended request, or of one of its children, copied out of the core. Token ids and scores are
+    not stripped yet. prompt_scores: of the prompt, which the children share: in the record of the last to end.
+    """
 
     request_id: RequestId
     arrival: int
@@ -68,6 +38,7 @@ class Record(msgspec.Struct, frozen=True):
     num_checkpoints: int
     weight_epochs: list[tuple[int, int]]
     failure: Failure | None
+    child: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -90,6 +61,7 @@ class Progress(msgspec.Struct, frozen=True):
     token_ids: list[int]
     scores: TokenScores | None
     epoch: int
+    child: int = 0
 
 
 class Moment(msgspec.Struct, frozen=True, array_like=True):
@@ -102,13 +74,16 @@ class Moment(msgspec.Struct, frozen=True, array_like=True):
     kind: MomentKind
     num_tokens: int = 0
     detail: RequestId = ""
+    child: int = 0
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The one end of a request."""
+    """The one end of a request, or of one of its children. num_left: of these, how many have not ended: with 0 of them
+    nothing more will come."""
 
     ticket: int
     record: Record
+    num_left: int = 0
 
 
 class Taken(msgspec.Struct, frozen=True):

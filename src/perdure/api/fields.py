@@ -33,6 +33,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "cache_salt": Policy("kept", "sent"),
     },
     "SamplingParams": {
+        "n": Policy("kept", "sent", "outputs.index"),
         "max_tokens": Policy("kept", "sent"),
         "min_tokens": Policy("kept", "sent"),
         "temperature": Policy("kept", "sent"),
@@ -67,24 +68,35 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "priority": Policy("kept", "sent"),
         "skip_reading_prefix_cache": Policy("kept", "sent"),
     },
-    "RequestState": {
+    "Group": {
         "request": Policy("made", "no"),
-        "arrival": Policy("anew", "no"),
-        "order": Policy("made", "no"),  # of the priority, which is kept, and the arrival
         "seed": Policy("kept", "no"),
         "logprobs_mode": Policy("kept", "no"),
-        "stops": Policy("made", "no"),  # of the settings and the budget, which is kept
-        "status": Policy("anew", "no"),
         "waits_for": Policy("anew", "no"),
-        "tokens": Policy("kept", "no", "outputs.token_ids"),
-        "scores": Policy("kept", "no", "outputs.logprobs"),
         "prompt_scores": Policy("kept", "no", "prompt_logprobs"),
-        "in_flight": Policy("anew", "no"),
+        "has_old_scores": Policy("made", "no"),  # whether tokens were drawn after them
         "num_cached": Policy("kept", "no", "num_cached_tokens"),
-        "num_pauses": Policy("kept", "no", "metrics.num_pauses"),
-        "num_evictions": Policy("kept", "no", "metrics.num_evictions"),
         "num_checkpoints": Policy("made", "no", "metrics.num_checkpoints"),  # one more
         "num_residencies": Policy("anew", "no"),
+        "children": Policy("made", "no", "outputs.index"),  # of the samples
+        "num_left": Policy("made", "no"),
+        "residents": Policy("anew", "no"),
+        "held": Policy("anew", "no"),
+    },
+    "RequestState": {
+        "request": Policy("made", "no"),
+        "group": Policy("made", "no"),
+        "child": Policy("made", "no", "outputs.index"),  # by its place among the samples
+        "arrival": Policy("anew", "no"),
+        "order": Policy("made", "no"),  # of the priority, which is kept, and the arrival
+        "stops": Policy("made", "no"),  # of the settings and the budget, which is kept
+        "status": Policy("anew", "no"),
+        "ending": Policy("kept", "no", "outputs.finish_reason, outputs.stop_reason, error"),
+        "tokens": Policy("kept", "no", "outputs.token_ids"),
+        "scores": Policy("kept", "no", "outputs.logprobs"),
+        "in_flight": Policy("anew", "no"),
+        "num_pauses": Policy("kept", "no", "metrics.num_pauses"),
+        "num_evictions": Policy("kept", "no", "metrics.num_evictions"),
         "epochs": Policy("kept", "no", "outputs.weight_epochs"),
         "paused_at": Policy("anew", "no"),
         "replay": Policy("anew", "no"),
@@ -96,6 +108,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "nodes": Policy("anew", "no"),
         "num_planned": Policy("anew", "no"),
         "num_computed": Policy("anew", "no"),
+        "num_copied": Policy("anew", "no"),
         "prefill_end": Policy("anew", "no"),
     },
     "Checkpoint": {
@@ -103,22 +116,26 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "status": Policy("anew", "sent"),  # it says where the checkpoint was taken
         "params": Policy("kept", "sent"),
         "prompt": Policy("kept", "sent", "prompt"),
-        "prompt_length": Policy("kept", "sent"),
+        "prompt_tokens": Policy("kept", "sent", "prompt_token_ids"),
         "max_output": Policy("kept", "sent"),
         "seed": Policy("kept", "sent"),
         "logprobs_mode": Policy("kept", "sent"),
-        "tokens": Policy("kept", "sent", "outputs.token_ids"),
-        "scores": Policy("kept", "sent", "outputs.logprobs"),
+        "samples": Policy("kept", "sent", "outputs.index"),
         "prompt_scores": Policy("kept", "sent", "prompt_logprobs"),
         "fingerprint": Policy("anew", "sent"),  # of the engine that takes it
-        "exact": Policy("kept", "sent", "exact"),
         "num_cached_tokens": Policy("kept", "sent", "num_cached_tokens"),
-        "num_pauses": Policy("kept", "sent", "metrics.num_pauses"),
-        "num_evictions": Policy("kept", "sent", "metrics.num_evictions"),
         "num_checkpoints": Policy("made", "sent", "metrics.num_checkpoints"),
-        "epochs": Policy("kept", "sent", "outputs.weight_epochs"),
         "timing": Policy("kept", "sent", "metrics.arrival_time, metrics.events"),
         "cache_salt": Policy("kept", "sent"),
+    },
+    "Sample": {
+        "tokens": Policy("kept", "sent", "outputs.token_ids"),
+        "scores": Policy("kept", "sent", "outputs.logprobs"),
+        "exact": Policy("kept", "sent", "exact"),
+        "num_pauses": Policy("kept", "sent", "metrics.num_pauses"),
+        "num_evictions": Policy("kept", "sent", "metrics.num_evictions"),
+        "epochs": Policy("kept", "sent", "outputs.weight_epochs"),
+        "ending": Policy("kept", "sent", "outputs.finish_reason, outputs.stop_reason, error"),  # told again
     },
     "Record": {
         "request_id": Policy("no", "no", "request_id"),
@@ -137,10 +154,11 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "num_checkpoints": Policy("no", "no", "metrics.num_checkpoints"),
         "weight_epochs": Policy("no", "no", "outputs.weight_epochs"),
         "failure": Policy("no", "no", "error"),
+        "child": Policy("no", "no", "outputs.index"),
     },
     "RequestOutput": {
         "request_id": Policy("no", "no", "Record.request_id"),
-        "outputs": Policy("no", "no", "one, or with `n` as many"),
+        "outputs": Policy("no", "no", "`n` of them"),
         "finished": Policy("no", "no", "True but in streamed parts"),
         "prompt": Policy("no", "no", "Request.prompt, or the text of its ids; if return_prompt"),
         "prompt_token_ids": Policy("no", "no", "Record.prompt_token_ids; if return_prompt"),
@@ -151,7 +169,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "error": Policy("no", "no", "Record.failure"),
     },
     "CompletionOutput": {
-        "index": Policy("no", "no", "which sample"),
+        "index": Policy("no", "no", "Record.child"),
         "text": Policy("no", "no", "one decode of Record.token_ids, cut at the stop"),
         "token_ids": Policy("no", "no", "Record.token_ids, less the stop if strip_stop_tokens"),
         "logprobs": Policy("no", "no", "Record.scores, as many as token_ids"),

@@ -25,8 +25,10 @@ MomentKind = Literal[
 
 
 class RequestEvent(msgspec.Struct, frozen=True, array_like=True):
-    """Something that happened to a request (`MomentKind` says what, and what `num_tokens` counts), and when."""
+    """Something that happened to a request (`MomentKind` says what, and what `num_tokens` counts), and when. child: to
+    which of its samples."""
 
     kind: MomentKind
     time: float
     num_tokens: int = 0
+    child: int = 0

@@ -13,7 +13,8 @@ from perdure.api.scores import TokenScores
 class CompletionOutput(msgspec.Struct, frozen=True):
     """One sample. len(token_ids) == len(logprobs) whenever scores were asked, in each streamed part too.
 
-    stop_reason: None for an end id of the model, else the id, the sequence or the string that stopped it.
+    index: which of the request's n. stop_reason: None for an end id of the model, else the id, the sequence or the
+    string that stopped it.
     weight_epochs: (first output index, epoch) wherever other weights took over; in a part, those that begin in it.
     """
 
@@ -38,7 +39,8 @@ class CompletionOutput(msgspec.Struct, frozen=True):
 class RequestMetrics(msgspec.Struct, frozen=True):
     """When and how a request went its way, in seconds on one monotonic clock.
 
-    arrival_time: of the call that submitted it. events: from "queued" to "ended", in order.
+    arrival_time: of the call that submitted it. events: from "queued" to "ended", in order; with n > 1 of all its
+    samples, and the counts are theirs together.
     """
 
     arrival_time: float
@@ -61,7 +63,8 @@ class RequestMetrics(msgspec.Struct, frozen=True):
 
     @property
     def finished_time(self) -> float | None:
-        return self._first("ended")
+        """Of its last sample."""
+        return next((event.time for event in reversed(self.events) if event.kind == "ended"), None)
 
     @property
     def time_in_queue(self) -> float | None:
@@ -73,7 +76,10 @@ class RequestMetrics(msgspec.Struct, frozen=True):
 class RequestOutput(msgspec.Struct, frozen=True):
     """One request's result, or one streamed part of it (`finished` False).
 
-    prompt and prompt_token_ids are None unless asked by `return_prompt`. error: what ended it, with reason "error".
+    outputs: in the order of their index, n of them. A streamed part has one, of the sample that its index names; a
+    sample's last part has its finish_reason, and the request's last part is `finished`.
+    prompt and prompt_token_ids are None unless asked by `return_prompt`. error: what ended it, or the first of its
+    samples that has reason "error".
     exact: nothing on the way weakened the promise that this equals the undisturbed run; False after a checkpoint
     crossed to an engine of another fingerprint and, without batch invariance, after a hit, an eviction or a move.
     """
@@ -94,7 +100,8 @@ class Stats(msgspec.Struct, frozen=True):
     """A snapshot of the scheduler. Counts of requests are of now, the others since start or `reset`.
 
     state: running, paused, suspended or stopped. paused_ids: requests that wait for a page, in order; an engine that is
-    paused need have none. num_pinned_pages: held by `pin_prefix`, whoever else holds them.
+    paused need have none. A request with n > 1 counts n times, but for its prompt's tokens. num_pinned_pages: held by
+    `pin_prefix`, whoever else holds them.
     """
 
     state: str

@@ -5,11 +5,20 @@ from __future__ import annotations
 import msgspec
 
 from perdure.api.errors import InvalidValue
-from perdure.api.sampling import SamplingParams, is_unicode
+from perdure.api.sampling import MAX_INTEGER, SamplingParams, is_unicode
 
 RequestId = str | int
 
 MAX_SALT_LENGTH = 256
+
+
+def checked_id(request_id: object) -> RequestId:
+    """The id, if it can be one. Raises `InvalidValue`."""
+    if isinstance(request_id, bool) or not isinstance(request_id, (str, int)):
+        raise InvalidValue(f"request_id={request_id!r} is neither a str nor an int")
+    if abs(request_id) > MAX_INTEGER if isinstance(request_id, int) else not is_unicode(request_id):
+        raise InvalidValue(f"request_id={request_id!r} fits neither 64 bits nor UTF-8")
+    return request_id
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):

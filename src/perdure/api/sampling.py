@@ -23,6 +23,8 @@ ALL_LOGPROBS = -1
 MAX_SEED = 2**64 - 1
 MAX_INTEGER = 2**63 - 1
 """Every other integer fits a signed machine word: columns, journals and the wire hold nothing larger."""
+MAX_SAMPLES = 2**14
+"""Of one prompt: vLLM's limit."""
 MAX_PENALTY = 2.0
 MAX_BIAS = 1e30
 """Beyond any logit, and far from the end of fp32."""
@@ -38,6 +40,7 @@ it got, changed in place."""
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one request.
 
+    n: samples of the one prompt. Child i draws from (seed, i), child 0 is what n=1 gives.
     max_tokens: new tokens at most; None = up to the length limit; 0 = score the prompt only.
     min_tokens: before that many, nothing ends the request: end ids and stop ids cannot be sampled, stop strings
         and sequences do not count.
@@ -51,7 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         logits); they see the model's logits before everything else.
     Order: logits processors; logit bias, allowed ids, structured outputs and bad words; penalties; min-tokens mask;
         temperature; min_p; top_k; renormalise; top_p over what is left.
-    seed: None = derived from the engine's seed and the request's arrival. A draw depends on (seed, output position).
+    seed: None = derived from the engine's seed and the request's arrival. A draw depends on (seed, child, output
+        position).
     stop: strings, matched in the decoded text at any token boundary; the earliest match in token order wins.
     stop_token_ids: single ids beside the model's end ids. stop_token_sequences: lists of ids over the whole output.
     ignore_eos: the model's end ids do not end it. strip_stop_tokens: drop the matched stop's ids and their scores.
@@ -65,6 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         ignore_eos says. Not together with forced_token_ids.
     """
 
+    n: int = 1
     max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float = 1.0
@@ -109,8 +114,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             self._freeze(name, None if given is None else _ids(name, given))
         self._freeze("bad_words", _words(self.bad_words))
         self._freeze("logits_processors", _processors(self.logits_processors))
+        _integer("n", self.n, low=1, high=MAX_SAMPLES)
         msgspec.structs.force_setattr(self, "structured_outputs", structured(self.structured_outputs))
         _integer("max_tokens", self.max_tokens, low=0, optional=True)
+        if self.max_tokens == 0 and self.n > 1:
+            raise InvalidValue(f"n={self.n} asks for several outputs, and max_tokens=0 for none")
         _integer("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidValue(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")

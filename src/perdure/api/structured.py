@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,6 +21,9 @@ KINDS: tuple[Kind, ...] = ("json", "regex", "choice", "grammar")
 MAX_BYTES = 4_000_000
 """Of one schema, pattern or grammar, or of all choices together."""
 SHOWN_LENGTH = 120
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = SHOWN_LENGTH
+"""For messages: bounded in length and depth."""
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +55,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
         self._freeze("choice", _choices(self.choice))
         for name in ("regex", "grammar"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value.strip()):
-                raise InvalidValue(f"structured_outputs.{name}={value!r} is not a text with something in it")
+            if value is not None and (not isinstance(value, str) or not value):
+                raise InvalidValue(f"structured_outputs.{name}={_SHORT.repr(value)} is not a non-empty string")
         texts = self.choice if self.choice is not None else (self.text,)
         size = sum(_num_bytes(self.kind, text) for text in texts)
         if size > MAX_BYTES:
@@ -86,7 +90,8 @@ def structured(given: Any) -> StructuredOutputsParams | None:
     if given is None or isinstance(given, StructuredOutputsParams):
         return given
     if not isinstance(given, Mapping):
-        raise InvalidValue(f"structured_outputs={given!r} is neither a StructuredOutputsParams nor a dictionary")
+        shown = _SHORT.repr(given)
+        raise InvalidValue(f"structured_outputs={shown} is neither a StructuredOutputsParams nor a dictionary")
     known = StructuredOutputsParams.__struct_fields__
     unknown = [name for name in given if name not in known]
     if unknown:
@@ -99,13 +104,12 @@ def _schema(given: Any) -> str | None:
     if given is None:
         return None
     if not isinstance(given, (str, Mapping)):
-        raise InvalidValue(f"structured_outputs.json={given!r} is neither a dictionary nor text")
+        raise InvalidValue(f"structured_outputs.json={_SHORT.repr(given)} is neither a dictionary nor text")
     try:
         schema = json.loads(given) if isinstance(given, str) else given
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
-        shown = repr(given)[:SHOWN_LENGTH]
-        raise InvalidValue(f"structured_outputs.json={shown} is no JSON: {error}") from None
+        raise InvalidValue(f"structured_outputs.json={_SHORT.repr(given)} is no JSON: {error}") from None
     if not isinstance(schema, (Mapping, bool)):
         raise InvalidValue(f"structured_outputs.json={text[:SHOWN_LENGTH]} is no JSON schema, which is an object")
     return given if isinstance(given, str) else text
@@ -115,12 +119,12 @@ def _choices(given: Any) -> tuple[str, ...] | None:
     if given is None:
         return None
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise InvalidValue(f"structured_outputs.choice={given!r} is not a list of texts")
+        raise InvalidValue(f"structured_outputs.choice={_SHORT.repr(given)} is not a list of texts")
     if not given:
         raise InvalidValue("structured_outputs.choice=[] leaves nothing to choose")
     for one in given:
         if not isinstance(one, str) or not one:
-            raise InvalidValue(f"structured_outputs.choice holds {one!r}, which is not a non-empty string")
+            raise InvalidValue(f"structured_outputs.choice holds {_SHORT.repr(one)}, which is not a non-empty string")
     return tuple(given)
 
 

@@ -1,6 +1,6 @@
 """`perdure generate`: one or more prompts, continued together and printed in their order.
 
-- On a terminal text appears as it comes; elsewhere each result is printed when it is whole.
+- On a terminal text appears as it comes; elsewhere, and of several samples, each result is printed when it is whole.
 - A prompt that fails leaves the others alone; its error is told at the end, and the exit code is 2.
 """
 
@@ -33,6 +33,7 @@ def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from stdin.")
     ] = None,
+    n: Annotated[int, typer.Option("--n", help="Samples of each prompt, each another draw.")] = 1,
     chat: Annotated[bool, typer.Option("--chat", help="Ask it as the user of a chat.")] = False,
     ids: IdsOption = None,
     logprobs: Annotated[
@@ -53,8 +54,8 @@ def generate(
         raise InvalidValue("--chat lays out text, --ids gives what is laid out already: use one of them")
     if logprobs is not None and not as_json:
         raise InvalidValue(f"--logprobs={logprobs} needs --json")
-    kind = "delta" if sys.stdout.isatty() and not as_json else "final"
-    params = sampling.params(logprobs=logprobs, return_prompt=True, output_kind=kind)
+    kind = "delta" if sys.stdout.isatty() and not as_json and n == 1 else "final"
+    params = sampling.params(n=n, logprobs=logprobs, return_prompt=True, output_kind=kind)
     settings = engine.settings()
     inputs: list[str | list[int]] = [text_from(argument) for argument in arguments]
     if ids is not None:
@@ -69,7 +70,7 @@ def generate(
         write("\n" if sys.stdout.isatty() else "")  # what a shell prints next begins a line
         raise
     results = [one for one in outcomes if isinstance(one, RequestOutput)]
-    if any(one.outputs[0].token_ids for one in results):
+    if any(sample.token_ids for one in results for sample in one.outputs):
         remark(speed_of(results))
     failures = [(at, _error_of(one)) for at, one in enumerate(outcomes) if _error_of(one) is not None]
     for at, error in failures:
@@ -96,16 +97,19 @@ async def _answer(
                 write(("\n" if at else "") + _heading(inputs[at]))
             try:
                 async for part in handle:
-                    if not as_json:
+                    if not as_json and params.n == 1:
                         write(part.outputs[0].text)
                 outcome: Outcome = await handle
             except PerdureError as error:
                 outcome = error
             if as_json:
-                write(json.dumps(_as_json(handle.request_id, outcome)) + "\n")
+                write("".join(json.dumps(one) + "\n" for one in _as_json(handle.request_id, outcome)))
             elif isinstance(outcome, RequestOutput):
-                ids = "" if llm.tokenizer is not None else ",".join(map(str, outcome.outputs[0].token_ids))
-                write(f"{ids}\n")
+                for sample in outcome.outputs:
+                    if params.n > 1:
+                        write(("\n" if sample.index else "") + f"==> sample {sample.index + 1} <==\n{sample.text}")
+                    ids = "" if llm.tokenizer is not None else ",".join(map(str, sample.token_ids))
+                    write(f"{ids}\n")
             outcomes.append(outcome)
     return outcomes
 
@@ -119,15 +123,18 @@ def _error_of(outcome: Outcome) -> Exception | None:
     return outcome.error if isinstance(outcome, RequestOutput) else outcome
 
 
-def _as_json(request_id: str | int, outcome: Outcome) -> dict[str, Any]:
-    """One result; scores only if they were asked."""
+def _as_json(request_id: str | int, outcome: Outcome) -> list[dict[str, Any]]:
+    """One result, an object a sample; scores only if they were asked, an index only where there are several."""
     if isinstance(outcome, PerdureError):
         fields: dict[str, Any] = {"text": "", "token_ids": [], "finish_reason": "error", "stop_reason": None}
-        return {"request_id": request_id, **fields, "error": str(outcome)}
-    completion = outcome.outputs[0]
-    fields = {name: getattr(completion, name) for name in ("text", "token_ids", "finish_reason", "stop_reason")}
-    if completion.logprobs is not None:
-        fields["logprobs"] = rows_of(completion.logprobs, with_best=True)
-    if outcome.error is not None:
-        fields["error"] = str(outcome.error)
-    return {"request_id": request_id, **fields}
+        return [{"request_id": request_id, **fields, "error": str(outcome)}]
+    shown = []
+    for completion in outcome.outputs:
+        fields = {"request_id": request_id, **({"index": completion.index} if len(outcome.outputs) > 1 else {})}
+        fields |= {name: getattr(completion, name) for name in ("text", "token_ids", "finish_reason", "stop_reason")}
+        if completion.logprobs is not None:
+            fields["logprobs"] = rows_of(completion.logprobs, with_best=True)
+        if outcome.error is not None and completion.finish_reason == "error":
+            fields["error"] = str(outcome.error)
+        shown.append(fields)
+    return shown

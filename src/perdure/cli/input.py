@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import select
 import sys
+from array import array
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ def typed_line(prompt: str) -> str:
     Ctrl-C, both with the line ended."""
     with suppress(ImportError):
         import readline  # noqa: F401 - gives `input` editing and history
+    if _was_ended():
+        print(prompt)
+        raise EOFError
     while True:
         try:
             return checked(input(prompt), "the line")
@@ -44,6 +49,21 @@ def typed_line(prompt: str) -> str:
             complain(f"the line is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; type it again")
         except InvalidValue as error:
             complain(f"{error}; type it again")
+
+
+def _was_ended() -> bool:
+    """Whether Ctrl-D was pressed while nothing was read: something waits, and it has no bytes. `input` would lose it,
+    because a terminal forgets the key when its keys are read one by one."""
+    try:
+        import fcntl
+        import termios
+    except ImportError:
+        return False
+    if not select.select([sys.stdin], [], [], 0)[0]:
+        return False
+    num_bytes = array("i", [0])
+    fcntl.ioctl(sys.stdin, termios.FIONREAD, num_bytes)
+    return num_bytes[0] == 0
 
 
 def objects_from(path: Path) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ class EngineOptions:
         str | None, _engine("A model directory, a .gguf file or a Hub id; without it, the default model.")
     ] = None
     dtype: Annotated[str, _engine("auto, float32, bfloat16 or float16.")] = _ENGINE.dtype
+    device: Annotated[str, _engine("auto, cpu or cuda.")] = _ENGINE.device
     load_format: Annotated[str, _engine("auto, or dummy: random weights, drawn from --seed.")] = _ENGINE.load_format
     quantization: Annotated[
         str | None, _engine("gguf: keep a GGUF's blocks in memory as they are; without it, they are expanded.")
@@ -42,14 +43,18 @@ class EngineOptions:
     seed: Annotated[int, _engine("What every draw is derived from: another seed, another sample.")] = _ENGINE.seed
     max_model_len: Annotated[int | None, _engine("Longest request in tokens; without it, the model's limit.")] = None
     max_num_seqs: Annotated[int, _engine("Most requests that run together.")] = _ENGINE.max_num_seqs
-    max_num_batched_tokens: Annotated[int, _engine("Most positions in one step.")] = _ENGINE.max_num_batched_tokens
+    max_num_batched_tokens: Annotated[
+        int | None, _engine("Most positions in one step; without it, 512 on a CPU and 8192 on a GPU.")
+    ] = None
     num_pages: Annotated[int | None, _engine("Pages of the KV pool; without it, as memory allows.")] = None
     page_size: Annotated[int, _engine("Tokens in one page.")] = _ENGINE.page_size
     enable_prefix_caching: Annotated[bool, _engine("Compute what prompts begin with in common once.")] = (
         _ENGINE.enable_prefix_caching
     )
     steps_in_flight: Annotated[int, _engine("1: one step after another; 2 to 4: overlapped.")] = _ENGINE.steps_in_flight
-    batch_invariant: Annotated[bool, _engine("The same bits in any company.")] = _ENGINE.batch_invariant
+    batch_invariant: Annotated[
+        bool | None, _engine("The same bits in any company; without it, on a CPU and not on a GPU.")
+    ] = None
     progress: Annotated[bool, typer.Option("--progress", help="Say what is being done.", rich_help_panel="Engine")] = (
         False
     )

@@ -8,9 +8,9 @@ from perdure import RequestOutput
 
 
 def speed_of(results: Sequence[RequestOutput]) -> str:
-    """Tokens in and out. The rate is of the tokens after the first, over all requests together."""
+    """Tokens in and out. The rate is of the tokens after the first, over all requests and samples together."""
     num_prompt = sum(len(one.prompt_token_ids or []) for one in results)
-    num_new = sum(len(one.outputs[0].token_ids) for one in results)
+    num_new = sum(len(sample.token_ids) for one in results for sample in one.outputs)
     num_cached = sum(one.num_cached_tokens for one in results)
     words = [f"{num_prompt} prompt tokens" + (f" ({num_cached} cached)" if num_cached else ""), f"{num_new} new tokens"]
     times = [one.metrics for one in results if one.metrics is not None]

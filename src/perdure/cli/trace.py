@@ -52,6 +52,8 @@ def trace(
     write_table(HEAD, rows)
     if len(timeline.tracks) > MOST_ROWS:
         remark(f"and {len(timeline.tracks) - MOST_ROWS:,} more requests, which the trace shows")
+    if found.damage is not None:
+        remark(f"{found.damage}; only the run before it is shown")
     if found.num_torn_bytes:
         remark(f"the journal was cut short: its last {in_units(found.num_torn_bytes)} are no whole entry and left out")
     remark(f"{chrome} opens in https://ui.perfetto.dev, {picture} in a browser")

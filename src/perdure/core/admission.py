@@ -11,30 +11,35 @@ from perdure.api.config import CoreConfig
 from perdure.api.errors import InvalidValue, MaxSequenceLengthOverflow
 from perdure.api.request import Request
 from perdure.api.sampling import SamplingParams
+from perdure.core.group import Group
 from perdure.core.state import RequestState
 from perdure.core.stopping import CursorFactory, StopRule
 
 _MASK64 = 2**64 - 1
 
 
-def admit(request: Request, arrival: int, config: CoreConfig, make_cursor: CursorFactory) -> RequestState:
-    """The new request, waiting. Raises `InvalidValue` or `MaxSequenceLengthOverflow`."""
+def admit(request: Request, arrival: int, config: CoreConfig, make_cursor: CursorFactory) -> Group:
+    """The new request, waiting; its children count as arrivals one after another. Raises `InvalidValue` or
+    `MaxSequenceLengthOverflow`."""
     params = request.params
-    stops = stop_rule(request, _output_budget(request, config), config, make_cursor)
+    stops = stop_rules(request, _output_budget(request, config), config, make_cursor)
     seed = params.seed if params.seed is not None else derived_seed(config.seed, config.replica, arrival)
-    return RequestState(request, arrival, seed, params.logprobs_mode or config.logprobs_mode, stops)
+    group = Group(request, seed, params.logprobs_mode or config.logprobs_mode)
+    for child, rule in enumerate(stops):
+        RequestState(group, arrival + child, rule)
+    return group
 
 
-def stop_rule(request: Request, max_output: int, config: CoreConfig, make_cursor: CursorFactory) -> StopRule:
-    """What will end the request, once every id it names is known to be one of this model."""
+def stop_rules(request: Request, max_output: int, config: CoreConfig, make_cursor: CursorFactory) -> list[StopRule]:
+    """What will end each child of the request, once every id it names is known to be one of this model."""
     params = request.params
     check_ids("prompt_token_ids", request.prompt_token_ids, config.vocab_size)
     check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
     for sequence in params.stop_token_sequences:
         check_ids("stop_token_sequences", sequence, config.vocab_size)
     _check_other_ids(params, config.vocab_size)
-    stops = StopRule(request, config.end_token_ids, max_output, make_cursor)
-    _check_something_is_left(params, stops.masked_ids, config.vocab_size)
+    stops = [StopRule(request, config.end_token_ids, max_output, make_cursor) for _ in range(params.n)]
+    _check_something_is_left(params, stops[0].masked_ids, config.vocab_size)
     return stops
 
 

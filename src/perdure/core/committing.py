@@ -9,11 +9,10 @@
 from __future__ import annotations
 
 from perdure.api import event as ev
+from perdure.api.ending import Ending, Failure
 from perdure.api.errors import StepFailed
-from perdure.api.event import Failure
 from perdure.api.plan import StepOutput, StepPlan
 from perdure.core.control import Control
-from perdure.core.lifecycle import Status
 from perdure.core.requests import Requests
 from perdure.core.scores import append_scores, rows_with_scores
 from perdure.core.state import RequestState
@@ -43,7 +42,7 @@ class Committing:
                 requests.forget_if_done(state)
                 continue
             if row in failed:
-                requests.end(state, Status.FAILED, "error", failure=Failure(StepFailed.__name__, failed[row]))
+                requests.end(state, Ending("error", failure=Failure(StepFailed.__name__, failed[row])))
                 continue
             if row in prompt_records:
                 assert state.prompt_scores is not None
@@ -56,10 +55,12 @@ class Committing:
                 assert state.scores is not None
                 append_scores(state.scores, output.records, records[row], state.tokens)
             if state.is_resident:
-                state.num_computed += plan.length[row]
+                state.num_computed += state.num_copied + plan.length[row]
+                state.num_copied = 0
                 if plan.num_tokens[row]:
                     requests.note(state, "chunk", plan.length[row])
                 requests.cache.publish(state)
+                requests.prompt_may_be_there(state)
             self._after_tokens(state, len(new_tokens))
 
     def _after_tokens(self, state: RequestState, count: int) -> None:
@@ -68,7 +69,7 @@ class Committing:
         first = len(state.tokens) - count
         if not count:
             if state.stops.max_output == 0 and state.num_computed >= state.last_position:
-                requests.end(state, Status.FINISHED, "length")
+                requests.end(state, Ending("length"))
             return
         if first == state.prompt_length:
             requests.note(state, "first_token")
@@ -76,15 +77,15 @@ class Committing:
         try:
             stop = state.stops.first_stop(state.tokens, first)
         except StepFailed as error:
-            requests.end(state, Status.FAILED, "error", failure=Failure.of(error))
+            requests.end(state, Ending("error", failure=Failure.of(error)))
             return
         if stop is not None:
             self._cut(state, state.prompt_length + stop.num_tokens)
         requests.counters.num_generated_tokens += len(state.tokens) - first
         if stop is not None:
-            requests.end(state, Status.FINISHED, "stop", stop)
+            requests.end(state, Ending("stop", stop))
         elif state.num_output >= state.stops.max_output:
-            requests.end(state, Status.FINISHED, "length")
+            requests.end(state, Ending("length"))
         elif state.request.stream:
             self._report(state, first)
 
@@ -108,4 +109,4 @@ class Committing:
         """Output tokens first to end - 1, with their scores."""
         scores = None if state.scores is None else state.scores.cut(first, end)
         token_ids = state.tokens[state.prompt_length + first : state.prompt_length + end]
-        self._requests.events.append(ev.Progress(state.request.ticket, first, token_ids, scores, epoch))
+        self._requests.events.append(ev.Progress(state.request.ticket, first, token_ids, scores, epoch, state.child))

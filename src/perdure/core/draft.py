@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, Adjustments, RowInit, StepPlan
 from perdure.api.sampling import ALL_LOGPROBS, SamplingParams
+from perdure.core.group import Fork
 from perdure.core.pages import PagePool
 from perdure.core.state import RequestState
 
@@ -21,7 +22,9 @@ class PlanDraft:
     def __init__(self, step: int, budget: int, pool: PagePool, poisoned: Sequence[int] = ()) -> None:
         self.tokens_left = budget
         self._pool = pool
-        self._plan = StepPlan(step, [], [], [], [], [], [], [], [], [], [], [], [], [], [], [], list(poisoned))
+        self._plan = StepPlan(
+            step, [], [], [], [], [], [], [], [], [], [], [], [], [], [], [], list(poisoned), [], [], []
+        )
 
     @property
     def num_rows(self) -> int:
@@ -37,9 +40,19 @@ class PlanDraft:
         self._enter(state, pages)
 
     def share(self, state: RequestState, pages: list[int]) -> None:
-        """Give the request published pages; they keep their content."""
+        """Give the request published pages, or a sibling's; they keep their content."""
         self._pool.share(pages)
         self._enter(state, pages)
+
+    def copy(self, state: RequestState, fork: Fork) -> None:
+        """Copy the beginning of a sibling's page into the first private page of the request."""
+        if fork.num_copied:
+            at, plan = len(fork.pages), self._plan
+            plan.copy_from.append(fork.source.pages[at])
+            plan.copy_to.append(state.pages[at])
+            plan.copy_length.append(fork.num_copied)
+            state.num_copied = fork.num_copied
+            state.num_planned += fork.num_copied
 
     def _enter(self, state: RequestState, pages: list[int]) -> None:
         plan, first = self._plan, len(state.pages)
@@ -108,15 +121,16 @@ def row_settings(state: RequestState, vocab_size: int) -> RowInit:
         top_k=params.top_k if 0 < params.top_k < vocab_size else 0,
         top_p=float(params.top_p),
         min_p=float(params.min_p),
-        seed=state.seed,
+        seed=state.group.seed,
         min_tokens=state.stops.min_tokens,
         masked_ids=state.stops.masked_ids,
         num_logprobs=_num_logprobs(_best_asked(params), vocab_size),
         num_prompt_logprobs=_num_logprobs(params.prompt_logprobs, vocab_size),
-        processed_logprobs=state.logprobs_mode == "processed",
+        processed_logprobs=state.group.logprobs_mode == "processed",
         adjustments=_adjustments(state),
         listed_ids=params.logprob_token_ids or (),
         forced_ids=params.forced_token_ids or (),
+        child=state.child,
     )
 
 

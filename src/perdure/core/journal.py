@@ -29,7 +29,7 @@ from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import CursorFactory
 
 MAGIC = b"perdure journal\n"
-VERSION = 2
+VERSION = 3
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -131,7 +131,7 @@ def _moment(event: Event) -> ev.Moment | None:
         case ev.Moment():
             return event
         case ev.Ended(ticket, record):
-            return ev.Moment(ticket, "ended", len(record.token_ids), record.finish_reason)
+            return ev.Moment(ticket, "ended", len(record.token_ids), record.finish_reason, record.child)
         case ev.Refused(ticket, _, failure):
             return ev.Moment(ticket, "refused", detail=failure.kind)
     return None
@@ -161,7 +161,7 @@ class Entries:
         size = int.from_bytes(head[:4], "little")
         body = self._file.read(size)
         if len(head) < 8 or not size or len(body) < size:
-            self.num_torn_bytes = len(head) + len(body)
+            self.num_torn_bytes = len(head) + len(body) + len(self._file.read())
             return None
         if zlib.crc32(body) != int.from_bytes(head[4:], "little"):
             raise JournalError(f"the journal is damaged: the entry at byte {at} is not what was written")

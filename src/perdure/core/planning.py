@@ -18,6 +18,7 @@ from perdure.api.plan import StepPlan
 from perdure.core import budget, preempt
 from perdure.core.control import Control
 from perdure.core.draft import PlanDraft
+from perdure.core.group import Fork
 from perdure.core.lifecycle import Status
 from perdure.core.requests import Requests
 from perdure.core.state import RequestState
@@ -98,7 +99,7 @@ class Planning:
     def _ready(self, count: int) -> list[RequestState]:
         """The first in the queue that neither a pause nor what they wait for holds back."""
         may_admit = self._control.may_admit
-        ready = (state for state in self._requests.waiting if not state.waits_for and may_admit(state.arrival))
+        ready = (state for state in self._requests.waiting if not state.group.waits_for and may_admit(state.arrival))
         return list(islice(ready, count))
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
@@ -107,13 +108,19 @@ class Planning:
             return
         num_kept = 0
         for state in self._ready(requests.slots.num_free):
-            if draft.tokens_left <= 0 or state.in_flight or state.tried_at == requests.pool.version:
+            if draft.tokens_left <= 0 or state.in_flight:
+                break
+            if state.group.must_wait(state):
+                requests.hold(state)
+                continue
+            if state.tried_at == requests.pool.version:
                 break
             num_found = requests.cache.find(state)
-            if requests.cache.is_coming(state):
+            fork = state.group.fork_for(state, num_found, self._config.page_size)
+            if fork is None and requests.cache.is_coming(state):
                 requests.let_wait(state)
                 num_kept += self._num_pages(state) - num_found
-            elif not self._take_in(state, num_found, num_kept, draft):
+            elif not self._take_in(state, num_found, fork, num_kept, draft):
                 break
 
     def _num_pages(self, state: RequestState) -> int:
@@ -126,13 +133,14 @@ class Planning:
         num_free = requests.pool.num_free - requests.pool.num_idle(shared) - paused
         return preempt.may_return(num_free, num_needed, len(requests.residents), state.num_evictions)
 
-    def _take_in(self, state: RequestState, num_found: int, num_kept: int, draft: PlanDraft) -> bool:
-        """Give the request a slot, the pages found of its prefix, and private ones for the rest of its known tokens.
+    def _take_in(self, state: RequestState, num_found: int, fork: Fork | None, num_kept: int, draft: PlanDraft) -> bool:
+        """Give the request a slot, the pages found of its prefix or a sibling's, and private ones for the rest of its
+        known tokens.
 
         num_kept: pages that others are to have."""
-        requests = self._requests
-        needed = self._num_pages(state) - num_found
-        pages = requests.cache.pages(state, num_found)
+        requests, group = self._requests, state.group
+        pages = requests.cache.pages(state, num_found) if fork is None else fork.pages
+        needed = self._num_pages(state) - len(pages)
         if not self._fits(state, needed + num_kept, pages):
             if not num_kept:
                 state.tried_at = requests.pool.version
@@ -141,16 +149,21 @@ class Planning:
         requests.begin(state)
         state.num_planned = state.num_computed = len(pages) * self._config.page_size
         state.prefill_end = end = min(len(state.tokens), state.last_position)
-        requests.cache.begin(state, len(pages))
+        if fork is None:
+            requests.cache.begin(state, len(pages))
+        else:
+            requests.cache.begin_beside(state, fork.source, len(pages))
         draft.init_row(state, self._config.vocab_size)
         draft.share(state, pages)
         draft.grow(state, needed)
-        state.num_residencies += 1
-        if state.num_residencies == 1 and not state.num_output:
+        if fork is not None:
+            draft.copy(state, fork)
+        if not group.num_residencies and not group.has_output:
             # What a checkpoint brings was counted before.
-            state.num_cached = state.num_cached or state.num_computed
+            group.num_cached = group.num_cached or state.num_computed
             requests.counters.num_cached_tokens += state.num_computed
             requests.counters.num_prompt_tokens += state.prompt_length
+        group.num_residencies += 1
         if not self._config.batch_invariant and (pages or state.has_begun):
             state.exact = False  # other forms go on with other bits than an undisturbed run
         requests.note(state, "scheduled", end - state.num_planned)

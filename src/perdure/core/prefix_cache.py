@@ -102,6 +102,12 @@ class PrefixCache:
         state.nodes = path if self._config.enable_prefix_caching and is_current else None
         self._expect(state)
 
+    def begin_beside(self, state: RequestState, sibling: RequestState, num_pages: int) -> None:
+        """It is taken in with so many pages of a sibling who runs."""
+        state.exact = state.exact and sibling.exact
+        state.nodes = None if sibling.nodes is None else sibling.nodes[:num_pages]
+        self._expect(state)
+
     def publish(self, state: RequestState) -> None:
         """Offer its full, committed pages to later prompts."""
         nodes, size = state.nodes, self._page_size
@@ -200,7 +206,7 @@ class PrefixCache:
 
         Scores are kept where the weights of now gave them: not those recorded before other weights came, which a
         request that has begun its output brings along, nor any of one whose KV is of several."""
-        if not state.exact or state.prefill_end > state.prompt_length:
+        if not state.exact or state.prefill_end > state.prompt_length or state.group.has_old_scores:
             return NO_SCORES
         num_top = self._top_asked(state)
         return num_top if num_top <= MAX_KEPT_TOP else NO_SCORES

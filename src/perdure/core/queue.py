@@ -10,7 +10,7 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 
 from perdure.core.lifecycle import Status
-from perdure.core.state import RequestState
+from perdure.core.state import NEVER, RequestState
 
 
 class Queue:
@@ -28,6 +28,11 @@ class Queue:
     def add(self, state: RequestState) -> None:
         """Behind those that go before it by (priority, arrival), and behind every replay."""
         state.replay = None
+        insort(self._states, state, key=_place)
+
+    def put_back(self, state: RequestState) -> None:
+        """Where it was, after it was held back; what it needs may be less now."""
+        state.tried_at = NEVER
         insort(self._states, state, key=_place)
 
     def remove(self, state: RequestState) -> None:

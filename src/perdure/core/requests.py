@@ -1,6 +1,7 @@
 """`Requests`: every request inside, with the pages, slots and cached prefixes it holds; and what becomes of them.
 
-- Residents (with slot and pages) and waiting requests are two lists, each in order (priority, arrival).
+- Residents (with slot and pages) and waiting requests are two lists, each in order (priority, arrival). Each child of a
+  request with n > 1 is one of them; those that wait for their prompt are held back by their `group`.
 - A request is begun, put aside and ended here and nowhere else, so each of these is one function.
 - Who is begun or put aside, and when, others decide: `planning`, `committing`, `scheduler`.
 """
@@ -14,11 +15,13 @@ from msgspec.structs import replace
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.config import CoreConfig
-from perdure.api.event import Event, Failure, FinishReason, StopMatch
+from perdure.api.ending import Ending, Failure, FinishReason
+from perdure.api.event import Event
 from perdure.api.moment import MomentKind
 from perdure.api.plan import DeviceRow
 from perdure.api.request import RequestId
 from perdure.core.draft import row_settings
+from perdure.core.group import Group
 from perdure.core.lifecycle import Status
 from perdure.core.prefix_cache import PrefixCache
 from perdure.core.queue import Queue, replay_order
@@ -51,27 +54,47 @@ class Requests:
         self.slots = Slots(config.max_num_seqs)
         self.states: dict[int, RequestState] = {}
         """By arrival: all that are live, and final ones with steps in flight."""
-        self.live: dict[RequestId, RequestState] = {}
+        self.live: dict[RequestId, Group] = {}
+        self.num_left = 0
+        """Live requests, every child counted."""
         self.residents: list[RequestState] = []
         self.waiting = Queue()
         self.counters = Counters()
         self.steps_in_flight = 0
         self.events: list[Event] = []
 
-    def add(self, state: RequestState) -> None:
-        """A new request: it waits."""
-        self.counters.num_requests += 1
-        self.states[state.arrival] = state
-        self.live[state.request.request_id] = state
-        self.waiting.add(state)
-        self.note(state, "queued", detail=state.request.request_id)
+    def add(self, group: Group) -> None:
+        """A new request: it waits, for its first child to begin with the prompt."""
+        self.live[group.request.request_id] = group
+        self.num_left += group.num_left
+        self.counters.num_requests += group.num_left
+        for state in group.children:
+            self.states[state.arrival] = state
+            group.held[state.child] = state
+            self.note(state, "queued", detail=group.request.request_id)
+        self._let_in(group)
 
     def begin(self, state: RequestState) -> None:
         """Give a waiting request a slot; pages are the plan's to give."""
         self.waiting.remove(state)
         state.move(Status.RUNNING)
         insort(self.residents, state, key=order_of)
+        state.group.residents.append(state)
         state.slot = self.slots.take()
+
+    def hold(self, state: RequestState) -> None:
+        """A waiting child leaves its prompt to a sibling."""
+        self.waiting.remove(state)
+        state.group.held[state.child] = state
+
+    def prompt_may_be_there(self, state: RequestState) -> None:
+        """After a commit: siblings may begin with what this one has computed."""
+        if state.group.held:
+            self._let_in(state.group)
+
+    def _let_in(self, group: Group) -> None:
+        for state in group.let_go():
+            self.waiting.put_back(state)
 
     def let_wait(self, state: RequestState) -> None:
         """For pages that somebody else computes."""
@@ -96,37 +119,39 @@ class Requests:
         self._leave(state)
         self.waiting.add(state)
 
-    def end(
-        self,
-        state: RequestState,
-        status: Status,
-        reason: FinishReason,
-        stop: StopMatch | None = None,
-        failure: Failure | None = None,
-    ) -> None:
-        """The one end of a request that was let in, from whatever status."""
-        self._close(state, status)
-        self.events.append(ev.Ended(state.request.ticket, state.record(reason, stop, failure)))
+    def end(self, state: RequestState, ending: Ending) -> None:
+        """The one end of a request that was let in, or of a child, from whatever status."""
+        group = state.group
+        self._close(state, STATUS_OF[ending.reason])
+        state.ending = ending
+        self.events.append(ev.Ended(group.request.ticket, state.record(), group.num_left))
         self.forget_if_done(state)
+        self._let_in(group)
 
-    def refuse(self, state: RequestState, failure: Failure) -> None:
+    def refuse(self, group: Group, failure: Failure) -> None:
         """What it waited for cannot be made: it is refused, and has held nothing."""
-        assert state.waits_for and not state.num_residencies
-        self._close(state, Status.FAILED)
-        self.events.append(ev.Refused(state.request.ticket, state.request.request_id, failure))
-        self.forget_if_done(state)
+        assert group.waits_for and not group.num_residencies
+        for state in group.children:
+            self._close(state, Status.FAILED)
+            self.forget_if_done(state)
+        self.events.append(ev.Refused(group.request.ticket, group.request.request_id, failure))
 
     def _close(self, state: RequestState, status: Status) -> None:
-        if state.status is Status.WAITING:
+        group = state.group
+        if state.status is Status.WAITING and group.held.pop(state.child, None) is None:
             self.waiting.remove(state)
         state.move(status)
-        del self.live[state.request.request_id]
         if state.is_resident:
             self._leave(state)
+        self.num_left -= 1
+        group.num_left -= 1
+        if not group.num_left:
+            del self.live[group.request.request_id]
 
     def _leave(self, state: RequestState) -> None:
         """Give slot and pages back. Steps in flight may still write to them: whoever gets them next writes later."""
         self.residents.remove(state)
+        state.group.residents.remove(state)
         self.slots.release(state.slot)
         self.cache.leave(state)
         state.leave_device()
@@ -137,7 +162,7 @@ class Requests:
 
     def note(self, state: RequestState, kind: MomentKind, num_tokens: int = 0, detail: RequestId = "") -> None:
         """Something happened to the request: whoever submitted it, and a trace, will see it."""
-        self.events.append(ev.Moment(state.request.ticket, kind, num_tokens, detail))
+        self.events.append(ev.Moment(state.request.ticket, kind, num_tokens, detail, state.child))
 
     def told(self) -> list[Event]:
         """What is to be told by now."""
@@ -151,6 +176,10 @@ class Requests:
         return len(self.live)
 
     @property
+    def num_waiting(self) -> int:
+        return self.num_left - len(self.residents)
+
+    @property
     def num_pins(self) -> int:
         return len(self.cache.pins)
 
@@ -159,7 +188,7 @@ class Requests:
         return self.cache.index.weights
 
     def any_before(self, arrival: int) -> bool:
-        return any(state.arrival < arrival for state in self.live.values())
+        return any(group.children[0].arrival < arrival for group in self.live.values())
 
     def kept_pages(self) -> list[int]:
         return self.pool.kept()
@@ -174,9 +203,9 @@ class Requests:
             self._replay_residents()
         if cache == "invalidate":
             self.cache.clear(self.residents)
-        self.cache.take_weights([*self.residents, *self.waiting], epoch, keep=cache == "keep")
-        for state in self.waiting:
-            state.forget_prompt_scores()
+        self.cache.take_weights(self._living(), epoch, keep=cache == "keep")
+        for group in self.live.values():
+            group.take_weights()
         for state in self.residents:  # their KV is of the weights before
             state.exact = False
 
@@ -193,6 +222,9 @@ class Requests:
             self.note(state, "dropped")
             self._leave(state)
         self.waiting.replay(replayed)
+
+    def _living(self) -> list[RequestState]:
+        return [state for group in self.live.values() for state in group.children if not state.is_final]
 
     # Seeing
 
@@ -221,18 +253,31 @@ class Requests:
         """Everything is accounted for; for debugging and tests. Raises AssertionError."""
         self.check_idle()
         self.cache.check(self.residents)
-        for state in self.live.values():
+        living = self._living()
+        for group in self.live.values():
+            group.check()
+        for state in living:
             state.check()
         assert [s.order for s in self.residents] == sorted(s.order for s in self.residents)
         self.waiting.check()
-        assert not any(s.waits_for for s in self.residents)
+        assert not any(s.group.waits_for for s in self.residents)
         assert all(s.is_resident == (s.status in (Status.RUNNING, Status.PAUSED)) for s in self.states.values())
-        assert {s.arrival for s in self.live.values()} == {s.arrival for s in (*self.residents, *self.waiting)}
+        held = [state for group in self.live.values() for state in group.held.values()]
+        found = sorted(s.arrival for s in (*self.residents, *self.waiting, *held))
+        assert sorted(s.arrival for s in living) == found and len(found) == self.num_left
         slots = [state.slot for state in self.residents]
         assert len({*slots}) == len(slots) == self.config.max_num_seqs - self.slots.num_free
         assert all(s.in_flight > 0 for s in self.states.values() if s.is_final)
         if not self.steps_in_flight:
             assert all(s.in_flight == 0 for s in self.states.values())
+
+
+STATUS_OF: dict[FinishReason, Status] = {
+    "stop": Status.FINISHED,
+    "length": Status.FINISHED,
+    "abort": Status.ABORTED,
+    "error": Status.FAILED,
+}
 
 
 def order_of(state: RequestState) -> tuple[int, int]:

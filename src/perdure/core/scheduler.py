@@ -12,8 +12,9 @@ from perdure.api import event as ev
 from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import CoreConfig
 from perdure.api.directive import Directive, Outcome
+from perdure.api.ending import Ending, Failure
 from perdure.api.errors import InvalidValue, PerdureError, QueueFull, StateError
-from perdure.api.event import Event, Failure
+from perdure.api.event import Event
 from perdure.api.output import Stats
 from perdure.api.plan import DeviceRow, StepOutput, StepPlan
 from perdure.api.request import Request, RequestId
@@ -21,9 +22,10 @@ from perdure.core import checkpoint
 from perdure.core.admission import admit
 from perdure.core.committing import Committing
 from perdure.core.control import Control
+from perdure.core.group import Group
 from perdure.core.lifecycle import EngineState, Status
 from perdure.core.planning import Planning
-from perdure.core.requests import Requests, order_of
+from perdure.core.requests import Requests
 from perdure.core.stopping import CursorFactory
 
 
@@ -75,33 +77,42 @@ class Scheduler:
         try:
             self._check_may_submit(request)
             if given is None:
-                state = admit(request, arrival, self.config, self._make_cursor)
+                group = admit(request, arrival, self.config, self._make_cursor)
             else:
-                state = checkpoint.readmit(
+                group = checkpoint.readmit(
                     request, given, arrival, self.requests.fingerprint, self.config, self._make_cursor
                 )
         except PerdureError as error:
             self.requests.events.append(ev.Refused(request.ticket, request.request_id, Failure.of(error)))
             return
-        self.requests.add(state)
-        if state.stops.max_output == 0 and not state.num_prompt_scores_missing:
-            self.requests.end(state, Status.FINISHED, "length")
-        elif state.waits_for:
-            self.requests.note(state, "held", detail=state.waits_for)
-        elif request.stream:
-            self._committing.report_past(state)
+        self.requests.add(group)
+        if not group.waits_for or group.ends_at_once:
+            self._begin(group)
+            return
+        for state in group.children:
+            self.requests.note(state, "held", detail=group.waits_for)
+
+    def _begin(self, group: Group) -> None:
+        """Tell what it has already, and end what has nothing to do."""
+        for state in group.children:
+            if state.ending is not None:  # before the checkpoint was taken
+                self.requests.end(state, state.ending)
+            elif group.ends_at_once:
+                self.requests.end(state, Ending("length"))
+            elif group.request.stream:
+                self._committing.report_past(state)
 
     def _prepared(self, ticket: int, failure: Failure | None) -> None:
         """What this submitter's requests wait for is ready, or cannot be made; those that have ended do not care."""
-        held = [state for state in self.requests.live.values() if state.request.ticket == ticket and state.waits_for]
-        for state in held:
+        held = [group for group in self.requests.live.values() if group.request.ticket == ticket and group.waits_for]
+        for group in held:
             if failure is not None:
-                self.requests.refuse(state, failure)
+                self.requests.refuse(group, failure)
                 continue
-            state.waits_for = ""
-            self.requests.note(state, "released")
-            if state.request.stream:
-                self._committing.report_past(state)
+            group.waits_for = ""
+            for state in group.children:
+                self.requests.note(state, "released")
+            self._begin(group)
 
     def _check_may_submit(self, request: Request) -> None:
         if refusal := self._control.refusal:
@@ -109,40 +120,47 @@ class Scheduler:
         if request.request_id in self.requests.live:
             raise InvalidValue(f"request_id={request.request_id!r} is live: an id is free again when its request ended")
         limit = self.config.max_num_waiting
-        if limit is not None and len(self.requests.waiting) >= limit:
-            raise QueueFull(f"{len(self.requests.waiting)} requests wait already, max_num_waiting={limit}")
+        if limit is not None and self.requests.num_waiting >= limit:
+            raise QueueFull(f"{self.requests.num_waiting} requests wait already, max_num_waiting={limit}")
 
     def _abort(self, request_ids: list[RequestId], tickets: list[int], everything: bool) -> None:
         if everything:
-            chosen = sorted(self.requests.live.values(), key=order_of)
+            chosen = sorted(self.requests.live.values(), key=lambda group: group.order)
         else:
             chosen = [self.requests.live[name] for name in request_ids if name in self.requests.live]
             if tickets:
-                chosen += [state for state in self.requests.live.values() if state.request.ticket in tickets]
-        for state in chosen:
+                chosen += [group for group in self.requests.live.values() if group.request.ticket in tickets]
+        for group in chosen:
+            self._abort_group(group)
+
+    def _abort_group(self, group: Group) -> None:
+        """All of its children end with what they have."""
+        for state in group.children:
             if not state.is_final:
-                self.requests.end(state, Status.ABORTED, "abort")
+                self.requests.end(state, state.ending or Ending("abort"))
 
     def _take_checkpoint(self, asked: cmd.TakeCheckpoint) -> None:
         if asked.request_id is not None:
-            state = self.requests.live.get(asked.request_id)
+            group = self.requests.live.get(asked.request_id)
         else:
-            state = next((s for s in self.requests.live.values() if s.request.ticket == asked.request_ticket), None)
-        if state is None:
+            group = next((g for g in self.requests.live.values() if g.request.ticket == asked.request_ticket), None)
+        if group is None:
             name = "the request" if asked.request_id is None else f"request_id={asked.request_id!r}"
             failure = Failure.of(InvalidValue(f"{name} is not live: it has ended, or never began"))
             self.requests.events.append(ev.Done(asked.ticket, failure=failure))
             return
         try:
-            taken = checkpoint.take(state, self.requests.fingerprint)
+            taken = checkpoint.take(group, self.requests.fingerprint)
         except Exception as error:  # want of memory, say: taking only reads, so the request is as it was
             failure = Failure(StateError.__name__, f"no checkpoint could be made: {type(error).__name__}: {error}")
             self.requests.events.append(ev.Done(asked.ticket, failure=failure))
             return
-        self.requests.note(state, "checkpoint", state.num_output)
-        self.requests.events.append(ev.Taken(asked.ticket, state.request.ticket, taken))
+        for state in group.children:
+            if not state.is_final:
+                self.requests.note(state, "checkpoint", state.num_output)
+        self.requests.events.append(ev.Taken(asked.ticket, group.request.ticket, taken))
         if asked.end:
-            self.requests.end(state, Status.ABORTED, "abort")
+            self._abort_group(group)
 
     def _pin(self, ticket: int, tokens: list[int], salt: str | None) -> ev.Done:
         try:
@@ -203,17 +221,17 @@ class Scheduler:
 
     def stats(self) -> Stats:
         counters = self.requests.counters
-        num_paused = sum(state.status is Status.PAUSED for state in self.requests.residents)
+        paused = [state for state in self.requests.residents if state.status is Status.PAUSED]
         return Stats(
             state=self._control.state.value,
             weight_epoch=self._control.epoch,
-            paused_ids=[state.request.request_id for state in self.requests.residents if state.status is Status.PAUSED],
+            paused_ids=list(dict.fromkeys(state.request.request_id for state in paused)),
             num_pages=self.requests.pool.num_pages,
             num_free_pages=self.requests.pool.num_free,
             num_pinned_pages=self.requests.cache.pins.num_pages,
-            num_running=len(self.requests.residents) - num_paused,
-            num_waiting=len(self.requests.waiting),
-            num_paused=num_paused,
+            num_running=len(self.requests.residents) - len(paused),
+            num_waiting=self.requests.num_waiting,
+            num_paused=len(paused),
             num_requests=counters.num_requests,
             num_pauses=counters.num_pauses,
             num_evictions=counters.num_evictions,
@@ -226,7 +244,7 @@ class Scheduler:
     @property
     def live_tickets(self) -> list[int]:
         """Whoever submitted these waits for an end."""
-        return [state.request.ticket for state in self.requests.live.values()]
+        return [group.request.ticket for group in self.requests.live.values()]
 
     @property
     def unanswered(self) -> list[int]:

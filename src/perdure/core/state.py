@@ -1,4 +1,6 @@
-"""`RequestState`: everything the engine knows about one request, and the only mutable thing about it.
+"""`RequestState`: everything the engine knows about one sample of a request, and the only mutable thing about it.
+
+What the samples of one request share is their `Group`.
 
 - `tokens` is prompt and output, append-only; stops, text, prefix keys and results all read this one list.
 - Lengths: known = len(tokens); planned = positions covered once every launched step has run; computed = committed.
@@ -8,73 +10,69 @@
 
 from __future__ import annotations
 
-from perdure.api.event import Failure, FinishReason, Record, StopMatch
-from perdure.api.request import Request
-from perdure.api.sampling import LogprobsMode
+from perdure.api.ending import Ending
+from perdure.api.event import Record
 from perdure.api.scores import TokenScores
+from perdure.core.group import Group
 from perdure.core.lifecycle import FINAL, REQUEST_MOVES, Status, moved
 from perdure.core.prefix import Node
 from perdure.core.stopping import StopRule
 
 NO_SLOT = -1
+NEVER = -1
 
 
 class RequestState:
-    """One live request. order: (priority, arrival), lower first; arrival is also its serial number."""
+    """One live request, or child of one. order: (priority, arrival), lower first; arrival is also its serial number.
+
+    ending: how it ended, once it has.
+    """
 
     __slots__ = (
         "arrival",
         "awaits",
+        "child",
+        "ending",
         "epochs",
         "exact",
+        "group",
         "in_flight",
-        "logprobs_mode",
         "nodes",
-        "num_cached",
-        "num_checkpoints",
         "num_computed",
+        "num_copied",
         "num_evictions",
         "num_pauses",
         "num_planned",
-        "num_residencies",
         "order",
         "pages",
         "paused_at",
         "prefill_end",
-        "prompt_scores",
         "replay",
         "request",
         "scores",
-        "seed",
         "slot",
         "status",
         "stops",
         "tokens",
         "tried_at",
-        "waits_for",
     )
 
-    def __init__(self, request: Request, arrival: int, seed: int, logprobs_mode: LogprobsMode, stops: StopRule) -> None:
-        params = request.params
+    def __init__(self, group: Group, arrival: int, stops: StopRule) -> None:
+        request, params = group.request, group.request.params
+        self.group = group
+        self.child = len(group.children)
+        group.add(self)
         self.request = request
         self.arrival = arrival
         self.order = (params.priority, arrival)
-        self.seed = seed
-        self.logprobs_mode = logprobs_mode
         self.stops = stops
         self.status = Status.WAITING
-        self.waits_for = "" if params.structured_outputs is None else "its grammar"
-        """What is made ready beside the loop before it may begin (`command.Prepared` says when); empty = nothing."""
         self.tokens = list(request.prompt_token_ids)
         self.scores = TokenScores(listed_ids=params.logprob_token_ids) if params.asks_scores else None
-        self.prompt_scores = None if params.prompt_logprobs is None else TokenScores(leading_none=True)
+        self.ending: Ending | None = None
         self.in_flight = 0
-        self.num_cached = 0
         self.num_pauses = 0
         self.num_evictions = 0
-        self.num_checkpoints = 0
-        """How many checkpoints it has gone on from."""
-        self.num_residencies = 0
         self.epochs: list[tuple[int, int]] = []
         """Where other weights took over: (first output index, epoch)."""
         self.exact = True
@@ -84,7 +82,7 @@ class RequestState:
         """The latest pause, counted over all requests."""
         self.replay: int | None = None
         """Its place among those to be computed again, while in the queue (`core.queue`)."""
-        self.tried_at = -1
+        self.tried_at = NEVER
         """Version of the page pool at which it last did not fit."""
         self.leave_device()
 
@@ -99,6 +97,8 @@ class RequestState:
         """Whether it was passed over because another computes pages of its prompt."""
         self.num_planned = 0
         self.num_computed = 0
+        self.num_copied = 0
+        """Positions that a step in flight copies from a sibling's page; computed once that is committed."""
         self.prefill_end = 0
         """Positions whose tokens the host gives in this residency; after them the device's own tokens follow."""
 
@@ -136,51 +136,53 @@ class RequestState:
         if not self.epochs or self.epochs[-1][1] != epoch:
             self.epochs.append((first, epoch))
 
-    def forget_prompt_scores(self) -> None:
-        """They are asked anew: other weights compute the prompt again, and no token was drawn after the old ones."""
-        if self.prompt_scores is not None and not self.num_output:
-            self.prompt_scores = TokenScores(leading_none=True)
+    @property
+    def prompt_scores(self) -> TokenScores | None:
+        """Those of its group."""
+        return self.group.prompt_scores
+
+    @property
+    def num_prompt_scores_missing(self) -> int:
+        return self.group.num_prompt_scores_missing
 
     @property
     def has_begun(self) -> bool:
         """Whether anything of it is recorded: a token or a score."""
         return self.num_output > 0 or (self.prompt_scores is not None and self.prompt_scores.num_scored > 0)
 
-    @property
-    def num_prompt_scores_missing(self) -> int:
-        """Prompt tokens whose score was asked and is not recorded yet."""
-        if self.prompt_scores is None:
-            return 0
-        return self.stops.prompt_length - 1 - self.prompt_scores.num_scored
-
     def check(self) -> None:
         """What belongs to a position is there for each, and for none twice. Raises AssertionError."""
         known = len(self.tokens)
-        assert 0 <= self.num_computed <= self.num_planned <= max(known + self.in_flight, self.num_computed)
+        computed = self.num_computed + self.num_copied
+        assert 0 <= computed <= self.num_planned <= max(known + self.in_flight, computed)
         assert self.prompt_length <= known and self.num_output <= self.stops.max_output
         if self.scores is not None:
             assert self.scores.num_scored == self.num_output
         if self.prompt_scores is not None:
             num_scored = self.prompt_scores.num_scored
-            assert num_scored <= self.prompt_length - 1 and not (self.num_output and self.num_prompt_scores_missing)
+            assert num_scored <= self.prompt_length - 1
+            assert not (self.num_output and self.group.num_prompt_scores_missing)
 
-    def record(self, reason: FinishReason, stop: StopMatch | None, failure: Failure | None) -> Record:
-        """The one place where a result is built from a request; everything in it is a copy."""
+    def record(self) -> Record:
+        """The one place where a result is built from a request that has ended; everything in it is a copy."""
+        group, ending, prompt_scores = self.group, self.ending, self.group.prompt_scores
+        assert ending is not None
         return Record(
             request_id=self.request.request_id,
             arrival=self.arrival,
-            seed=self.seed,
+            seed=group.seed,
             prompt_token_ids=list(self.request.prompt_token_ids),
             token_ids=self.tokens[self.stops.prompt_length :],
-            finish_reason=reason,
-            stop=stop,
+            finish_reason=ending.reason,
+            stop=ending.stop,
             scores=None if self.scores is None else self.scores.copy(),
-            prompt_scores=None if self.prompt_scores is None else self.prompt_scores.copy(),
+            prompt_scores=None if prompt_scores is None or group.num_left else prompt_scores.copy(),
             exact=self.exact,
-            num_cached_tokens=self.num_cached,
+            num_cached_tokens=group.num_cached,
             num_pauses=self.num_pauses,
             num_evictions=self.num_evictions,
-            num_checkpoints=self.num_checkpoints,
+            num_checkpoints=group.num_checkpoints,
             weight_epochs=list(self.epochs),
-            failure=failure,
+            failure=ending.failure,
+            child=self.child,
         )

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, cast
 
+from msgspec.structs import replace
+
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.checkpoint import Checkpoint
@@ -26,7 +28,7 @@ from perdure.engine.handle import REFUSALS, Arrivals, refused_output
 from perdure.engine.pinned import AsyncPinnedPrefix
 from perdure.engine.prompts import Prompt, params_for, submission
 from perdure.engine.scoring import SCORING, Scoring
-from perdure.engine.text import StreamBuilder, build_output
+from perdure.engine.text import StreamBuilder, build_completion, build_output
 from perdure.engine.tokenizer import Tokenizer
 from perdure.models.weight_set import Source
 
@@ -34,9 +36,9 @@ from perdure.models.weight_set import Source
 class Handle:
     """One submitted request.
 
-    `async for part in handle` gives parts as they come, the last with `finished` True; `await handle` gives the whole
-    result; both may be used, and awaited again. A refused request raises its error from either. Leaving an iteration
-    early ends nothing: `abort` does.
+    `async for part in handle` gives parts as they come, the last with `finished` True; with n > 1 each part is of one
+    sample, whose `index` it has. `await handle` gives the whole result; both may be used, and awaited again. A refused
+    request raises its error from either. Leaving an iteration early ends nothing: `abort` does.
     """
 
     def __init__(self, engine: Engine, submission: cmd.Submit) -> None:
@@ -47,11 +49,9 @@ class Handle:
         self._result.add_done_callback(_seen)
         self._parts: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
         self._receiver = Arrivals(submission, self._hand_over)
-        self._builder = (
-            StreamBuilder(request, engine.tokenizer, request.params.output_kind == "cumulative")
-            if request.stream
-            else None
-        )
+        cumulative = request.params.output_kind == "cumulative"
+        children = range(request.params.n) if request.stream else ()
+        self._builders = [StreamBuilder(request, engine.tokenizer, cumulative, child) for child in children]
 
     @property
     def request_id(self) -> RequestId:
@@ -98,21 +98,35 @@ class Handle:
 
     def _take(self, event: Event | PerdureError) -> None:
         match event:
-            case ev.Progress(_, _, token_ids, scores, epoch):
-                assert self._builder is not None
-                if (part := self._builder.progress(token_ids, scores, epoch)) is not None:
+            case ev.Progress(_, _, token_ids, scores, epoch, child):
+                if (part := self._builders[child].progress(token_ids, scores, epoch)) is not None:
                     self._parts.put_nowait(part)
                 return
+            case ev.Ended(_, record, num_left) if num_left:
+                if self._builders:
+                    self._parts.put_nowait(self._last_part(record))
+                return
             case ev.Ended(_, record):
-                metrics, config = self._receiver.metrics(record), self._engine.resolved.config
-                result = build_output(self._request, record, self._engine.tokenizer, metrics, config.return_prompt)
-                self._parts.put_nowait(result if self._builder is None else self._builder.end(result))
+                metrics, config = self._receiver.metrics(), self._engine.resolved.config
+                records, tokenizer = self._receiver.records, self._engine.tokenizer
+                result = part = build_output(self._request, records, tokenizer, metrics, config.return_prompt)
+                if self._builders:
+                    last = self._builders[record.child].end(result.outputs[record.child])
+                    part = replace(result, outputs=[last])
+                self._parts.put_nowait(part)
                 self._result.set_result(result)
             case ev.Refused(_, _, failure):
                 self._result.set_exception(failure.to_exception())
             case PerdureError():
                 self._result.set_exception(event)
         self._parts.put_nowait(None)
+
+    def _last_part(self, record: ev.Record) -> RequestOutput:
+        """Of a sample that has ended before others."""
+        completion, failure = build_completion(self._request, record, self._engine.tokenizer)
+        last = self._builders[record.child].end(completion)
+        error = None if failure is None else failure.to_exception()
+        return RequestOutput(self._request.request_id, [last], finished=False, error=error)
 
 
 def _seen(future: asyncio.Future[RequestOutput]) -> None:

@@ -22,7 +22,9 @@ def laid_out(
     """The ids of one conversation."""
     if tokenizer is None:
         raise InvalidValue("chat needs a tokenizer, and the model came without one")
-    if tools is not None and (isinstance(tools, Mapping) or not all(isinstance(tool, Mapping) for tool in tools)):
+    if not isinstance(messages, Sequence):
+        raise InvalidValue(f"messages={messages!r} is not a list of messages")
+    if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InvalidValue(f"tools={tools!r} is not a list of objects")
     return tokenizer.apply_chat_template([_with_objects(one) for one in messages], add_generation_prompt, tools)
 

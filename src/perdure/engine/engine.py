@@ -25,18 +25,17 @@ from perdure.api import event as ev
 from perdure.api.config import EngineConfig
 from perdure.api.errors import EngineDead, InvalidValue, PerdureError
 from perdure.api.event import Event, Failure
-from perdure.api.request import Request, RequestId
+from perdure.api.request import Request, RequestId, checked_id
 from perdure.core.journal import Journal
 from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import TextCursor
 from perdure.engine.handle import Arrivals
 from perdure.engine.loop import Inbox, Loop
 from perdure.engine.progress import Reporter
-from perdure.engine.prompts import Prompt, checked_id, ids_to_abort, name_of, salt_of, token_ids_of
+from perdure.engine.prompts import Prompt, ids_to_abort, name_of, salt_of, token_ids_of
 from perdure.engine.resolve import Resolved, resolve
 from perdure.engine.spelling import text_cursor
 from perdure.models.weight_set import Source
-from perdure.runner.worker import ThreadedRunner
 
 log = logging.getLogger("perdure")
 
@@ -102,7 +101,7 @@ class Engine:
         self._lock = threading.Lock()
         self._dead: EngineDead | None = None
         self._inbox = Inbox()
-        device = ThreadedRunner(self.resolved.runner)
+        device = self.resolved.device()
         self._loop = Loop(
             Scheduler(core, self._cursor),
             device,
@@ -114,7 +113,7 @@ class Engine:
             audit=self._audit,
         )
         self._thread = threading.Thread(target=self._run, name="perdure-loop", daemon=True)
-        self._threads = (self._thread, device.thread)
+        self._threads = (self._thread, *device.threads)
         self._thread.start()
 
     def _cursor(self, request: Request) -> TextCursor:
@@ -211,7 +210,7 @@ class Engine:
         return self._ask(cmd.Suspend(self.ticket(), kv, weights))
 
     def resume(self, tags: Sequence[cmd.Tag] | None) -> Future[object]:
-        if isinstance(tags, str):
+        if tags is not None and (isinstance(tags, str) or not isinstance(tags, Sequence)):
             raise InvalidValue(f"tags={tags!r} is no list of names; the names are: {', '.join(get_args(cmd.Tag))}")
         for tag in tags or ():
             _check_choice("tags", tag, cmd.Tag)
@@ -305,6 +304,8 @@ class Engine:
             if isinstance(event, ev.Taken):
                 event = self._timed(event, time)
             last = not isinstance(event, (ev.Progress, ev.Moment))
+            if isinstance(event, ev.Ended):
+                last = event.num_left == 0
             receiver = self._receivers.pop(event.ticket) if last else self._receivers[event.ticket]
             if last:
                 self.resolved.runner.functions.release(event.ticket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,8 +13,11 @@ from perdure.api.fingerprint import Fingerprint
 from perdure.models.weights import LoadedModel
 from perdure.runner.runner import Runner
 
+if TYPE_CHECKING:
+    from perdure.runner.cuda.runner import CudaRunner
 
-def fingerprint_of(loaded: LoadedModel, runner: Runner) -> Fingerprint:
+
+def fingerprint_of(loaded: LoadedModel, runner: Runner | CudaRunner) -> Fingerprint:
     """Products choose their kernels by the kind of processor, and threads share out their sums. The size of a page
     counts where it is part of a tile."""
     kernels = loaded.kernels
@@ -22,11 +26,20 @@ def fingerprint_of(loaded: LoadedModel, runner: Runner) -> Fingerprint:
     return Fingerprint(
         weights=loaded.weights.digest,
         dtype=str(loaded.dtype).removeprefix("torch."),
-        device=f"cpu, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {_processor()}",
+        device=_device() if isinstance(runner, Runner) else _gpu(),
         kernels=f"{products}, {runner.attention} attention, {kernels.version}",
-        threads=str(torch.get_num_threads()),
+        threads=str(torch.get_num_threads()) if isinstance(runner, Runner) else "",
         libraries=f"perdure {__version__}, torch {torch.__version__}, numpy {np.__version__}",
     )
+
+
+def _gpu() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    return f"cuda {torch.version.cuda}, {torch.cuda.get_device_name()}, sm_{major}{minor}"
+
+
+def _device() -> str:
+    return f"cpu, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {_processor()}"
 
 
 def _processor() -> str:

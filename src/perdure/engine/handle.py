@@ -23,8 +23,8 @@ REFUSALS = (InvalidValue, StateError, QueueFull)
 
 
 class Arrivals:
-    """What happened to one request and when, and its last event. on_event is called on the loop's thread with all
-    that is more than a moment on the way.
+    """What happened to one request and when, and the records of its children. on_event is called on the loop's thread
+    with all that is more than a moment on the way; the last is a refusal, an error or an `Ended` that leaves nobody.
 
     A request that goes on from a checkpoint brings its past; the time it lay as one does not count.
     """
@@ -32,6 +32,8 @@ class Arrivals:
     def __init__(self, submission: cmd.Submit, on_event: Callable[[Event | PerdureError], None]) -> None:
         self.submission = submission
         self.request = submission.request
+        self.records: list[ev.Record] = []
+        """As they ended."""
         self._on_event = on_event
         past = Timing() if submission.checkpoint is None else submission.checkpoint.timing
         self._arrival_time = time.monotonic() - past.elapsed_s
@@ -39,10 +41,12 @@ class Arrivals:
 
     def deliver(self, event: Event, time: float) -> None:
         if isinstance(event, ev.Moment):
-            self._events.append(RequestEvent(event.kind, time, event.num_tokens))
+            self._events.append(RequestEvent(event.kind, time, event.num_tokens, event.child))
             return
         if isinstance(event, ev.Ended):
-            self._events.append(RequestEvent("ended", time, len(event.record.token_ids)))
+            record = event.record
+            self._events.append(RequestEvent("ended", time, len(record.token_ids), record.child))
+            self.records.append(record)
         self._on_event(event)
 
     def fail(self, error: PerdureError) -> None:
@@ -53,18 +57,21 @@ class Arrivals:
         begin = self._arrival_time
         return Timing(now - begin, tuple(replace(event, time=event.time - begin) for event in self._events))
 
-    def metrics(self, record: ev.Record) -> RequestMetrics:
+    def metrics(self) -> RequestMetrics:
+        """Of a request that has ended."""
         return RequestMetrics(
             self._arrival_time,
             tuple(self._events),
-            num_pauses=record.num_pauses,
-            num_evictions=record.num_evictions,
-            num_checkpoints=record.num_checkpoints,
+            num_pauses=sum(record.num_pauses for record in self.records),
+            num_evictions=sum(record.num_evictions for record in self.records),
+            num_checkpoints=self.records[0].num_checkpoints,
         )
 
 
 def refused_output(request_id: RequestId, params: SamplingParams, error: PerdureError) -> RequestOutput:
     """What stands in a list of results for a request that was not admitted."""
-    scores = TokenScores(listed_ids=params.logprob_token_ids) if params.asks_scores else None
-    completion = CompletionOutput(index=0, text="", token_ids=[], logprobs=scores, finish_reason="error")
-    return RequestOutput(request_id, [completion], finished=True, error=error)
+    outputs = []
+    for index in range(params.n):
+        scores = TokenScores(listed_ids=params.logprob_token_ids) if params.asks_scores else None
+        outputs.append(CompletionOutput(index=index, text="", token_ids=[], logprobs=scores, finish_reason="error"))
+    return RequestOutput(request_id, outputs, finished=True, error=error)

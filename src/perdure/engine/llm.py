@@ -41,6 +41,8 @@ class Call:
 
     def receiver(self, submission: cmd.Submit) -> Arrivals:
         def ended(event: Event | PerdureError) -> None:
+            if isinstance(event, ev.Ended) and event.num_left:
+                return
             with self._changed:
                 self._ends[submission.request.ticket] = event
                 self._changed.notify()
@@ -134,6 +136,8 @@ class LLM:
     def _ids_for(self, prompts: list[Prompt], given: RequestId | Sequence[RequestId | None] | None) -> list[RequestId]:
         if given is None:
             given = [None] * len(prompts)
+        if not isinstance(given, (str, int, Sequence)):
+            raise InvalidValue(f"request_ids={given!r} is neither an id nor a list of ids")
         ids = [given] if isinstance(given, (str, int)) else list(given)
         if len(ids) != len(prompts):
             raise InvalidValue(f"request_ids has {len(ids)} entries for {len(prompts)} prompts")
@@ -168,7 +172,7 @@ class LLM:
             call.wait(len(receivers))
             raise
         ends = call.wait(len(receivers))
-        reporter.generated(ends.values(), time.monotonic() - start)
+        reporter.generated([receiver.records for _, receiver in receivers.values()], time.monotonic() - start)
         for ticket, end in ends.items():
             at, receiver = receivers[ticket]
             results[at] = self._result(receiver, end)
@@ -180,12 +184,12 @@ class LLM:
                 raise end
             case ev.Refused(_, request_id, failure):
                 return refused_output(request_id, receiver.request.params, failure.to_exception())
-            case ev.Ended(_, record):
+            case ev.Ended():
                 return build_output(
                     receiver.request,
-                    record,
+                    receiver.records,
                     self.tokenizer,
-                    receiver.metrics(record),
+                    receiver.metrics(),
                     self._engine.resolved.config.return_prompt,
                 )
         raise AssertionError(end)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from perdure.api import event as ev
 from perdure.api.errors import EngineDead
+from perdure.api.event import Record
 from perdure.api.output import Stats
 from perdure.api.units import in_units
 
@@ -48,15 +48,15 @@ class Reporter:
         """Whether bars can be drawn too."""
         return self.asked and sys.stderr.isatty()
 
-    def generated(self, ends: Iterable[object], seconds: float) -> None:
-        """The last line of a call: how its requests ended, event by event."""
+    def generated(self, requests: Iterable[Sequence[Record]], seconds: float) -> None:
+        """The last line of a call: the records of each of its requests, none for a refused one."""
         if not self.asked:
             return
-        records = [end.record for end in ends if isinstance(end, ev.Ended)]
-        num_prompt = sum(len(record.prompt_token_ids) for record in records)
-        num_new = sum(len(record.token_ids) for record in records)
+        found = [records for records in requests if records]
+        num_prompt = sum(len(records[0].prompt_token_ids) for records in found)
+        num_new = sum(len(record.token_ids) for records in found for record in records)
         self.say(
-            f"{len(records):,} requests, {num_prompt:,} prompt tokens, {num_new:,} new tokens in {seconds:.1f} s: "
+            f"{len(found):,} requests, {num_prompt:,} prompt tokens, {num_new:,} new tokens in {seconds:.1f} s: "
             f"{num_new / max(seconds, 1e-9):.1f} tokens/s"
         )
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from perdure.api import command as cmd
 from perdure.api.checkpoint import Checkpoint
 from perdure.api.errors import InvalidValue
-from perdure.api.request import Request, RequestId, check_salt
+from perdure.api.request import Request, RequestId, check_salt, checked_id
 from perdure.api.sampling import MAX_INTEGER, SamplingParams, is_unicode
 from perdure.engine.tokenizer import Tokenizer
 from perdure.runner.functions import imported
@@ -97,8 +97,10 @@ def params_for(
         if given is not None and continues and all(continues):
             raise InvalidValue("sampling_params is given, but a checkpoint goes on with the settings it began with")
         found: list[SamplingParams | None] = [None if one else given or SamplingParams() for one in continues]
-    else:
+    elif isinstance(given, Sequence):
         found = list(given)
+    else:
+        raise InvalidValue(f"sampling_params={given!r} is neither a SamplingParams nor a list of them")
     if len(found) != len(prompts):
         raise InvalidValue(f"sampling_params has {len(found)} entries for {len(prompts)} prompts")
     return [_own_params(at, prompt, params) for at, (prompt, params) in enumerate(zip(prompts, found, strict=True))]
@@ -135,14 +137,6 @@ def name_of(prompt: Prompt, given: RequestId | None) -> RequestId | None:
     if given is not None:
         return checked_id(given)
     return prompt.request_id if isinstance(prompt, Checkpoint) else None
-
-
-def checked_id(request_id: RequestId | None) -> RequestId:
-    if isinstance(request_id, bool) or not isinstance(request_id, (str, int)):
-        raise InvalidValue(f"request_id={request_id!r} is neither a str nor an int")
-    if abs(request_id) > MAX_INTEGER if isinstance(request_id, int) else not is_unicode(request_id):
-        raise InvalidValue(f"request_id={request_id!r} fits neither 64 bits nor UTF-8")
-    return request_id
 
 
 def ids_to_abort(request_ids: RequestId | Sequence[RequestId]) -> list[RequestId]:

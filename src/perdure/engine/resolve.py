@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
@@ -14,15 +14,23 @@ from msgspec.structs import replace
 from perdure.api.config import CoreConfig, EngineConfig
 from perdure.api.errors import InvalidValue, ModelNotFound
 from perdure.api.units import in_units
+from perdure.engine import on_cuda
 from perdure.engine.fingerprint import fingerprint_of
 from perdure.engine.progress import Reporter
 from perdure.engine.tokenizer import Tokenizer, load_tokenizer
 from perdure.models.default import default_model_path
 from perdure.models.hub import find_on_hub, is_hub_id
 from perdure.models.weights import LoadedModel, load_model
+from perdure.runner.base import Device
 from perdure.runner.grammars import Grammars
 from perdure.runner.kv_store import kv_bytes_per_page
 from perdure.runner.runner import Runner
+from perdure.runner.worker import ThreadedRunner
+
+if TYPE_CHECKING:
+    from perdure.runner.cuda.runner import CudaRunner
+
+MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 
 POOL_SHARE = 4
 """The pool takes at most one part in so many of the memory that is free."""
@@ -35,10 +43,14 @@ class Resolved:
     config: EngineConfig
     core: CoreConfig
     loaded: LoadedModel
-    runner: Runner
+    runner: Runner | CudaRunner
     tokenizer: Tokenizer | None
     model_path: Path
     page_bytes: int
+
+    def device(self) -> Device:
+        """What the loop gives plans to."""
+        return ThreadedRunner(self.runner) if isinstance(self.runner, Runner) else self.runner
 
     @property
     def pool(self) -> str:
@@ -58,7 +70,7 @@ class Resolved:
             "hidden_size": shape.hidden_size,
             "heads": f"{shape.num_heads} query, {shape.num_kv_heads} key-value, of {shape.head_dim}",
             "vocab_size": shape.vocab_size,
-            "device": "cpu",
+            "device": self.config.device if self.config.device == "cpu" else torch.cuda.get_device_name(),
             "threads": torch.get_num_threads(),
             "dtype": str(self.loaded.dtype).removeprefix("torch."),
             "max_model_len": core.max_model_len,
@@ -73,6 +85,7 @@ class Resolved:
             "enable_prefix_caching": core.enable_prefix_caching,
             "steps_in_flight": self.config.steps_in_flight,
             "batch_invariant": self.config.batch_invariant,
+            **({} if isinstance(self.runner, Runner) else on_cuda.describe(self.config, self.runner)),
             "weights_digest": self.loaded.weights.digest,
             "on_mismatch": core.on_mismatch,
             "quantization": self.loaded.quantization or "none",
@@ -90,6 +103,7 @@ class Resolved:
 def resolve(config: EngineConfig) -> Resolved:
     """Load the model and settle every setting. Raises `ModelLoadError`, `InvalidValue`."""
     reporter = Reporter(config.progress)
+    config = _for_device(config)
     path = _model_path(config, reporter)
     start = time.monotonic()
     reporter.loading(path)
@@ -100,6 +114,7 @@ def resolve(config: EngineConfig) -> Resolved:
         seed=config.seed,
         linear=config.linear_backend,
         quantization=config.quantization,
+        device=config.device,
     )
     tokenizer = _tokenizer(config, loaded)
     dtype = str(loaded.dtype).removeprefix("torch.")
@@ -109,26 +124,34 @@ def resolve(config: EngineConfig) -> Resolved:
     )
     core, page_bytes = _core_config(config, loaded)
     try:
-        runner = Runner(
-            loaded.model,
-            num_pages=core.num_pages,
-            page_size=core.page_size,
-            max_num_seqs=core.max_num_seqs,
-            max_model_len=core.max_model_len,
-            batch_invariant=config.batch_invariant,
-            attention_backend=config.attention_backend,
-            row_tile=loaded.kernels.row_tile,
-            weights=loaded.weights,
-            grammars=Grammars(None if tokenizer is None else tokenizer.to_json, core.vocab_size, core.end_token_ids),
-        )
+        grammars = Grammars(None if tokenizer is None else tokenizer.to_json, core.vocab_size, core.end_token_ids)
+        make = _runner if config.device == "cpu" else on_cuda.make_runner
+        runner = make(config, core, loaded, grammars)
     except (OSError, MemoryError, OverflowError) as error:
         wanted = core.num_pages * page_bytes
         raise InvalidValue(f"num_pages={core.num_pages}: no room for a KV pool of {wanted} bytes ({error})") from error
-    is_invariant = config.batch_invariant or "plain" not in (loaded.kernels.name, runner.attention_backend)
+    forms = (loaded.kernels.name, runner.attention_backend)
+    is_invariant = bool(config.batch_invariant) or (config.device == "cpu" and "plain" not in forms)
     core = replace(core, fingerprint=fingerprint_of(loaded, runner), batch_invariant=is_invariant)
     resolved = Resolved(config, core, loaded, runner, tokenizer, path, page_bytes)
     reporter.say(f"KV pool: {resolved.pool}, {in_units(core.num_pages * page_bytes)}")
     return resolved
+
+
+def _for_device(config: EngineConfig) -> EngineConfig:
+    """With what the device decides where nothing was said. Raises `InvalidValue`."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise InvalidValue(f"device='cuda': torch {torch.__version__} finds no CUDA device here")
+    most, invariant = config.max_num_batched_tokens, config.batch_invariant
+    return replace(
+        config,
+        device=device,
+        max_num_batched_tokens=MAX_BATCHED_TOKENS[device] if most is None else most,
+        batch_invariant=device == "cpu" if invariant is None else invariant,
+    )
 
 
 def _model_path(config: EngineConfig, reporter: Reporter) -> Path:
@@ -139,6 +162,21 @@ def _model_path(config: EngineConfig, reporter: Reporter) -> Path:
         return Path(config.model)
     reporter.say(f"looking for {config.model} in the Hugging Face cache, then on the Hub")
     return find_on_hub(config.model, show_bars=reporter.draws)
+
+
+def _runner(config: EngineConfig, core: CoreConfig, loaded: LoadedModel, grammars: Grammars) -> Runner:
+    return Runner(
+        loaded.model,
+        num_pages=core.num_pages,
+        page_size=core.page_size,
+        max_num_seqs=core.max_num_seqs,
+        max_model_len=core.max_model_len,
+        batch_invariant=bool(config.batch_invariant),
+        attention_backend=config.attention_backend,
+        row_tile=loaded.kernels.row_tile,
+        weights=loaded.weights,
+        grammars=grammars,
+    )
 
 
 def _tokenizer(config: EngineConfig, loaded: LoadedModel) -> Tokenizer | None:
@@ -157,8 +195,10 @@ def _core_config(config: EngineConfig, loaded: LoadedModel) -> tuple[CoreConfig,
     max_model_len = config.max_model_len or longest
     if max_model_len > longest:
         raise InvalidValue(f"max_model_len={max_model_len} is more than the model's own limit {longest}")
-    page_bytes = kv_bytes_per_page(shape, config.page_size)
-    num_pages = config.num_pages or _num_pages(config, max_model_len, page_bytes)
+    on_gpu = config.device == "cuda"
+    page_bytes = kv_bytes_per_page(shape, config.page_size, *((loaded.dtype,) if on_gpu else ()))
+    assert config.max_num_batched_tokens is not None
+    num_pages = config.num_pages or _num_pages(config, loaded, max_model_len, page_bytes)
     core = CoreConfig(
         num_pages=num_pages,
         page_size=config.page_size,
@@ -180,12 +220,14 @@ def _core_config(config: EngineConfig, loaded: LoadedModel) -> tuple[CoreConfig,
     return core, page_bytes
 
 
-def _num_pages(config: EngineConfig, max_model_len: int, page_bytes: int) -> int:
+def _num_pages(config: EngineConfig, loaded: LoadedModel, max_model_len: int, page_bytes: int) -> int:
     if config.kv_cache_bytes is not None:
         if config.kv_cache_bytes < page_bytes:
             raise InvalidValue(f"kv_cache_bytes={config.kv_cache_bytes} is less than one page: {page_bytes} bytes")
         return config.kv_cache_bytes // page_bytes
     wanted = config.max_num_seqs * -(-max_model_len // config.page_size)
+    if config.device == "cuda":
+        return min(wanted, on_cuda.room_for_pages(config, loaded, max_model_len) // page_bytes)
     return max(1, min(wanted, _free_memory() // POOL_SHARE // page_bytes))
 
 

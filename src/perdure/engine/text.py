@@ -24,21 +24,54 @@ if TYPE_CHECKING:
 
 
 def build_output(
-    request: Request, record: Record, tokenizer: Tokenizer | None, metrics: RequestMetrics, return_prompt: bool
+    request: Request,
+    records: Sequence[Record],
+    tokenizer: Tokenizer | None,
+    metrics: RequestMetrics,
+    return_prompt: bool,
 ) -> RequestOutput:
-    """The result of an ended request. If no text can be made of it, it is an error with all its ids and scores."""
+    """The result of an ended request. records: of its children, each once, as they ended."""
+    records = sorted(records, key=lambda record: record.child)
+    shows_prompt = request.params.return_prompt or return_prompt
     try:
-        return _built(request, record, tokenizer, metrics, return_prompt)
+        prompt = _prompt(request, tokenizer) if shows_prompt else None
     except Exception as error:
-        message = f"no text could be made of its tokens: {type(error).__name__}: {error}"
-        failed = replace(record, finish_reason="error", stop=None, failure=Failure(StepFailed.__name__, message))
-        return _built(request, failed, None, metrics, return_prompt)
+        prompt, tokenizer, records = None, None, [_without_text(record, error) for record in records]
+    built = [build_completion(request, record, tokenizer) for record in records]
+    failure = next((failure for _, failure in built if failure is not None), None)
+    prompt_scores = next((record.prompt_scores for record in records if record.prompt_scores is not None), None)
+    return RequestOutput(
+        request_id=request.request_id,
+        outputs=[completion for completion, _ in built],
+        finished=True,
+        prompt=prompt,
+        prompt_token_ids=records[0].prompt_token_ids if shows_prompt else None,
+        prompt_logprobs=_spelled(prompt_scores, tokenizer),
+        num_cached_tokens=max(record.num_cached_tokens for record in records),
+        exact=all(record.exact for record in records),
+        metrics=metrics,
+        error=None if failure is None else failure.to_exception(),
+    )
 
 
-def _built(
-    request: Request, record: Record, tokenizer: Tokenizer | None, metrics: RequestMetrics, return_prompt: bool
-) -> RequestOutput:
-    """The one place where a result is built from a record."""
+def build_completion(
+    request: Request, record: Record, tokenizer: Tokenizer | None
+) -> tuple[CompletionOutput, Failure | None]:
+    """One sample's part of a result, and what failed. If no text can be made of it, it is an error with all its ids and
+    scores."""
+    try:
+        return _completion(request, record, tokenizer), record.failure
+    except Exception as error:
+        failed = _without_text(record, error)
+        return _completion(request, failed, None), failed.failure
+
+
+def _without_text(record: Record, error: Exception) -> Record:
+    message = f"no text could be made of its tokens: {type(error).__name__}: {error}"
+    return replace(record, finish_reason="error", stop=None, failure=Failure(StepFailed.__name__, message))
+
+
+def _completion(request: Request, record: Record, tokenizer: Tokenizer | None) -> CompletionOutput:
     params, stop = request.params, record.stop
     token_ids, scores, epochs = record.token_ids, record.scores, record.weight_epochs
     text = _text(request, record, tokenizer)
@@ -47,27 +80,14 @@ def _built(
         token_ids = token_ids[:kept]
         scores = None if scores is None else scores.cut(0, kept)
         epochs = [(first, epoch) for first, epoch in epochs if first < kept]
-    completion = CompletionOutput(
-        index=0,
+    return CompletionOutput(
+        index=record.child,
         text=text,
         token_ids=token_ids,
         logprobs=_spelled(scores, tokenizer),
         finish_reason=record.finish_reason,
         stop_reason=None if stop is None else stop.reason,
         weight_epochs=epochs,
-    )
-    shows_prompt = params.return_prompt or return_prompt
-    return RequestOutput(
-        request_id=record.request_id,
-        outputs=[completion],
-        finished=True,
-        prompt=_prompt(request, tokenizer) if shows_prompt else None,
-        prompt_token_ids=record.prompt_token_ids if shows_prompt else None,
-        prompt_logprobs=_spelled(record.prompt_scores, tokenizer),
-        num_cached_tokens=record.num_cached_tokens,
-        exact=record.exact,
-        metrics=metrics,
-        error=None if record.failure is None else record.failure.to_exception(),
     )
 
 
@@ -98,11 +118,12 @@ def _spelled(scores: TokenScores | None, tokenizer: Tokenizer | None) -> TokenSc
 
 
 class StreamBuilder:
-    """Turns one request's progress into parts. With `cumulative` a part holds everything so far, else what is new."""
+    """Turns the progress of one sample into parts. With `cumulative` a part holds all so far, else what is new."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, cumulative: bool) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, cumulative: bool, child: int = 0) -> None:
         params = request.params
         self._request = request
+        self._child = child
         self._cumulative = cumulative
         self._interval = params.stream_interval
         self._strip = params.strip_stop_tokens
@@ -135,15 +156,13 @@ class StreamBuilder:
         completion = self._part(self._token_ids, self._scores, self._epochs, self._text, num_ids, text_end)
         return RequestOutput(self._request.request_id, [completion], finished=False)
 
-    def end(self, result: RequestOutput) -> RequestOutput:
-        """The last part: what the final result has beyond the parts before."""
+    def end(self, final: CompletionOutput) -> CompletionOutput:
+        """The last part: what the result has beyond the parts before."""
         if self._cumulative:
-            return result
-        final = result.outputs[0]
+            return final
         num_ids, text_end = len(final.token_ids), len(final.text)
         last = self._part(final.token_ids, final.logprobs, final.weight_epochs, final.text, num_ids, text_end)
-        ending = replace(last, finish_reason=final.finish_reason, stop_reason=final.stop_reason)
-        return replace(result, outputs=[ending])
+        return replace(last, finish_reason=final.finish_reason, stop_reason=final.stop_reason)
 
     def _certain(self) -> tuple[int, int]:
         """How many ids and how much text no later stop can take back."""
@@ -181,7 +200,7 @@ class StreamBuilder:
         self._ids_out, self._text_out = num_ids, max(self._text_out, text_end)
         part_scores = None if scores is None else _spelled(scores.cut(first_id, num_ids), self._tokenizer)
         return CompletionOutput(
-            index=0,
+            index=self._child,
             text=text[first_text : self._text_out],
             token_ids=token_ids[first_id:num_ids],
             logprobs=part_scores,

@@ -50,6 +50,14 @@ def norm(weights: Weights, name: str, eps: float, kernels: Kernels) -> RowFuncti
     return lambda x: kernels.rms_norm(x, weight, eps)
 
 
+def add_norm(
+    weights: Weights, name: str, eps: float, kernels: Kernels
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """A sum and the norm of it."""
+    weight = as_tensor(weights[f"{name}.weight"])
+    return lambda x, y: kernels.add_norm(x, y, weight, eps)
+
+
 def norm_once(weights: Weights, name: str, eps: float, kernels: Kernels, added: float = 0.0) -> RowFunction:
     """The same rounded once at the end, and with weight + added in the weight's place."""
     stored = as_tensor(weights[f"{name}.weight"])

@@ -23,6 +23,7 @@ from perdure.models.layers import (
     RotaryAttention,
     RowFunction,
     Turn,
+    add_norm,
     as_tensor,
     embedding_and_head,
     norm,
@@ -46,12 +47,12 @@ class LlamaLayer:
         name = f"layers.{layer}"
         self._attention_norm = norm(weights, f"{name}.attention_norm", config.rms_norm_eps, kernels)
         self._attention = RotaryAttention(layer, config, weights, name, kernels, normalise)
-        self._mlp_norm = norm(weights, f"{name}.mlp_norm", config.rms_norm_eps, kernels)
+        self._mlp_norm = add_norm(weights, f"{name}.mlp_norm", config.rms_norm_eps, kernels)
         self._mlp = GatedMLP(weights, name, kernels)
 
     def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
-        x = x + self._attention(self._attention_norm(x), turn, attend)
-        return x + self._mlp(self._mlp_norm(x))
+        x, normed = self._mlp_norm(x, self._attention(self._attention_norm(x), turn, attend))
+        return x + self._mlp(normed)
 
 
 class LlamaModel:

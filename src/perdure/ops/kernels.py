@@ -3,6 +3,7 @@
 - `torch_kernels` joins torch's with one of the forms of products in `linear`; `native_kernels` is all in C
   (`ops.native`), the default on a CPU that has a compiler. Of the default, products whose weight comes as a tensor are
   oneDNN's: that is how a shape it serves better (`choice`) gets it.
+- On CUDA all but the products is Triton's (`ops.triton`), and a row's bits depend on its company.
 
 Shapes: as in `linear`, `norm`, `activation` and `rope`.
 """
@@ -10,7 +11,7 @@ Shapes: as in `linear`, `norm`, `activation` and `rope`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -35,6 +36,7 @@ class Kernels:
     row_tile: rows a step is best padded to a multiple of.
     linear: y = x @ w.T + b; it may lay the weight out anew and forget the original.
     embedding: rows of a weight by their numbers, int64 [N] in, [N, K] out.
+    add_norm: (x + y, rms_norm of it).
     """
 
     name: str
@@ -44,9 +46,18 @@ class Kernels:
     embedding: Callable[[Weight], Callable[[Tensor], Tensor]]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rms_norm_once: Callable[[Tensor, Tensor, float], Tensor]
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
     gelu_tanh_mul: Callable[[Tensor], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _added(rms_norm: Callable[[Tensor, Tensor, float], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + y
+        return total, rms_norm(total, weight, eps)
+
+    return add_norm
 
 
 def torch_kernels(form: str) -> Kernels:
@@ -69,6 +80,7 @@ def torch_kernels(form: str) -> Kernels:
         embedding=embedding,
         rms_norm=norm.rms_norm,
         rms_norm_once=norm.rms_norm_once,
+        add_norm=_added(norm.rms_norm),
         silu_mul=activation.silu_mul,
         gelu_tanh_mul=activation.gelu_tanh_mul,
         rotate=rope.rotate,
@@ -100,6 +112,25 @@ def native_kernels(library: Library, *, packs_all: bool = True) -> Kernels:
         embedding=embedding,
         rms_norm=rows.rms_norm,
         rms_norm_once=rows.rms_norm,
+        add_norm=_added(rows.rms_norm),
+        silu_mul=rows.silu_mul,
+        gelu_tanh_mul=rows.gelu_tanh_mul,
+        rotate=rows.rotate,
+    )
+
+
+def triton_kernels() -> Kernels:
+    """cuBLAS's products, and the rest in Triton."""
+    import triton
+
+    from perdure.ops.triton import rows
+
+    return replace(
+        torch_kernels("plain"),
+        version=f"torch {torch.__version__}, triton {triton.__version__}",
+        rms_norm=rows.rms_norm,
+        rms_norm_once=rows.rms_norm_once,
+        add_norm=rows.add_norm,
         silu_mul=rows.silu_mul,
         gelu_tanh_mul=rows.gelu_tanh_mul,
         rotate=rows.rotate,
@@ -107,11 +138,18 @@ def native_kernels(library: Library, *, packs_all: bool = True) -> Kernels:
 
 
 def choose_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The kernels whose products are called `name`: "native", one of `LINEAR_FORMS`, or "auto", the fastest that give a
-    row the same bits in any company. ValueError: an unknown name, or native where there are none."""
+    """The kernels whose products are called `name`: "native", one of `LINEAR_FORMS`, or "auto": on a CPU the fastest
+    that give a row the same bits in any company, on CUDA `triton_kernels`. ValueError: an unknown name, or one whose
+    form is not for this device."""
     names = ("native", *LINEAR_FORMS)
     if name not in ("auto", *names):
         raise ValueError(f"linear={name!r} is none of auto, {', '.join(names)}")
+    if device.type == "cuda":
+        if name in ("auto", "plain"):
+            return triton_kernels()
+        if name != "reference":
+            raise ValueError(f"linear={name!r} is for a CPU; on CUDA there are auto, plain, reference")
+        return torch_kernels(name)
     fits = device.type == "cpu" and dtype == torch.float32
     found = library() if fits and name in ("auto", "native") else None
     if found is not None:

@@ -7,8 +7,25 @@
 from __future__ import annotations
 
 import mmap
+from typing import Protocol
 
 import torch
+
+
+class FixedMemory(Protocol):
+    """Memory that comes and goes at one address."""
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it as one flat tensor."""
+        ...
+
+    def commit(self) -> None:
+        """Take memory, if it has none. MemoryError: there is none."""
+        ...
+
+    def release(self) -> None:
+        """Give the memory back; what was in it is lost."""
+        ...
 
 
 class Arena:
@@ -23,6 +40,9 @@ class Arena:
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """All of the arena as one flat tensor, which keeps it alive."""
         return torch.frombuffer(self._map, dtype=dtype)
+
+    def commit(self) -> None:
+        """Memory is taken when it is first written."""
 
     def release(self) -> None:
         """Return the memory to the system; every byte reads as 0 until it is written again."""

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Thread
 from typing import Protocol
 
 from perdure.api.directive import Directive, Outcome
@@ -23,7 +24,9 @@ class Ticket(Protocol):
 
 
 class Device(Protocol):
-    """Runs plans in order."""
+    """Runs plans in order. threads: of its own, which end with `close`."""
+
+    threads: tuple[Thread, ...]
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Hand over a step and return at once."""

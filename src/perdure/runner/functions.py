@@ -1,7 +1,8 @@
 """Logits processors: functions of a caller's, found by the names that plans carry.
 
 - A name `module:function` is imported. A function given as itself gets a name of its own and is held for its request.
-- A function sees copies and gives logits; what it raises, or gives that are no logits, is an error of its row alone.
+- A function sees the true history (`History`) and a copy of the logits, and gives logits; what it raises, or gives that
+  are no logits, is an error of its row alone.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ import torch
 from perdure.api.errors import InvalidValue
 from perdure.api.sampling import HELD, LogitsProcessor
 from perdure.ops.select import Floats
+from perdure.runner.history import History
 
 
 class Functions:
     """Held functions by name. Requests hold and release on callers' threads, the runner finds on its own."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[Any, ...]] = {}
+        self._held: dict[int, tuple[Processor | None, ...]] = {}
 
     def hold(self, ticket: int, given: Sequence[Any]) -> tuple[str, ...]:
         """Names for what one request gave; its functions stay until `release`."""
-        self._held[ticket] = tuple(given)
-        return tuple(one if isinstance(one, str) else f"{HELD}{ticket}.{at}" for at, one in enumerate(given))
+        names = tuple(one if isinstance(one, str) else f"{HELD}{ticket}.{at}" for at, one in enumerate(given))
+        self._held[ticket] = tuple(
+            None if isinstance(one, str) else Processor(name, one) for name, one in zip(names, given, strict=True)
+        )
+        return names
 
     def release(self, ticket: int) -> None:
         self._held.pop(ticket, None)
@@ -37,9 +42,10 @@ class Functions:
         if not name.startswith(HELD):
             return Processor(name, imported(name))
         ticket, at = name.removeprefix(HELD).split(".")
-        if int(ticket) not in self._held:
+        found = self._held[int(ticket)][int(at)] if int(ticket) in self._held else None
+        if found is None:
             raise InvalidValue(f"logits_processors: the function {name!r} is not of this process, or its request ended")
-        return Processor(name, self._held[int(ticket)][int(at)])
+        return found
 
 
 def imported(name: str) -> LogitsProcessor:
@@ -66,11 +72,11 @@ class Processor:
         self._function = function
         self._takes_prompt = _num_positional(function) >= 3
 
-    def __call__(self, prompt_ids: list[int], output_ids: list[int], logits: Floats) -> Floats:
+    def __call__(self, prompt_ids: History, output_ids: History, logits: Floats) -> Floats:
         """New logits [V]. Raises whatever the function does, or `InvalidValue` for what are no logits."""
         before = torch.from_numpy(logits.copy())
         shape = before.shape
-        history = [list(prompt_ids), list(output_ids)] if self._takes_prompt else [list(output_ids)]
+        history = [prompt_ids, output_ids] if self._takes_prompt else [output_ids]
         after = self._function(*history, before)
         if not isinstance(after, torch.Tensor) or after.shape != shape:
             found = f"shape {list(after.shape)}" if isinstance(after, torch.Tensor) else type(after).__name__

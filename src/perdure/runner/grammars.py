@@ -44,6 +44,9 @@ class Grammars:
 
     def __init__(self, tokenizer_json: Callable[[], str] | None, vocab_size: int, end_ids: Sequence[int]) -> None:
         self.end_ids = tuple(end_ids)
+        self.spelled_end_ids: tuple[int, ...] = ()
+        """Those that are a piece of text, too: they are an end only where the output is complete. Known once a grammar
+        was compiled."""
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
@@ -120,6 +123,8 @@ class Grammars:
                     )
                 except ValueError as error:
                     raise InvalidValue(f"structured_outputs: this tokenizer cannot be used: {error}") from None
+                is_special = self._tokenizer.is_special_token
+                self.spelled_end_ids = tuple(token for token in self.end_ids if not is_special(token))
             return self._tokenizer
 
 
@@ -135,7 +140,10 @@ def _grammar_of(asked: StructuredOutputsParams) -> str:
         case "json":
             compact = asked.disable_any_whitespace
             options: Any = {"whitespace_flexible": False} if compact else {"whitespace_pattern": SPACE}
-            return LLMatcher.grammar_from_json_schema(asked.text, defaults=options)
+            schema = json.loads(asked.text)
+            if isinstance(schema, bool):  # it puts its options into an object
+                schema = {"allOf": [schema]}
+            return LLMatcher.grammar_from_json_schema(schema, defaults=options)
         case "regex":
             return LLMatcher.grammar_from_regex(asked.text)
         case "choice":
@@ -151,4 +159,4 @@ def _told_briefly(message: str) -> str:
         return "nothing can follow that satisfies it"
     lines = [line.strip() for line in message.splitlines() if line.strip() and "<non-verbose/>" not in line]
     at_fault = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (at_fault or lines or ["the grammar cannot be compiled"])[0]
+    return (at_fault or lines or ["it cannot be compiled"])[0].replace("panic: ", "llguidance gave up: ")

@@ -36,12 +36,19 @@ class PackedStep:
     token_ids: Ints  # [M]
     positions: Ints  # [M]
     slots: Ints  # [R]
+    starts: Ints  # [R] position of each row's first one
     ends: Ints  # [R] position after each row's last one
-    attention: AttentionRows
+    offsets: Ints  # [R + 1] where each row's tokens are packed
+    on_device: NDArray[np.bool_]  # [R] rows that go on with the token sampled last into them
     kv_slots: Ints  # [N] page * page_size + offset in the page
     sampled: Ints  # [S] the plan's rows
     sampled_hidden: Ints  # [S] packed row of each one's last position
     targets: Targets
+
+    def attention(self, rows: RowStore, page_size: int) -> AttentionRows:
+        """The rows as attention on the host takes them, with the pages they use."""
+        num_pages = -(-int(self.ends.max(initial=0)) // page_size)
+        return AttentionRows(self.offsets, self.starts, rows.block_table[self.slots, :num_pages])
 
 
 def pack(plan: StepPlan, rows: RowStore, page_size: int, row_tile: int) -> PackedStep:
@@ -68,14 +75,15 @@ def pack(plan: StepPlan, rows: RowStore, page_size: int, row_tile: int) -> Packe
 
     page, inside = np.divmod(positions[:num_tokens], page_size)
     kv_slots = rows.block_table[np.repeat(slots, lengths), page] * page_size + inside
-    num_pages = -(-int(ends.max(initial=0)) // page_size)
     sampled = np.flatnonzero(plan.sample)
     return PackedStep(
         token_ids=token_ids,
         positions=positions,
         slots=slots,
+        starts=starts,
         ends=ends,
-        attention=AttentionRows(offsets, starts, rows.block_table[slots, :num_pages]),
+        offsets=offsets,
+        on_device=on_device,
         kv_slots=kv_slots,
         sampled=sampled,
         sampled_hidden=offsets[1:][sampled] - 1,

@@ -11,30 +11,38 @@ Shapes: L layers, Hkv key heads, P pages, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 
 from perdure.models.base import ModelConfig
-from perdure.runner.arena import Arena
+from perdure.runner.arena import Arena, FixedMemory
 
 DTYPE = torch.float32
 
 
-def kv_bytes_per_page(config: ModelConfig, page_size: int) -> int:
+def kv_bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype = DTYPE) -> int:
     """Bytes of one page: keys and values of all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * page_size * DTYPE.itemsize
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * page_size * dtype.itemsize
 
 
 class KVStore:
     """layers[l] is [2, Hkv, P, page_size, D]: keys, then values."""
 
-    def __init__(self, config: ModelConfig, num_pages: int, page_size: int) -> None:
-        self.num_bytes = num_pages * kv_bytes_per_page(config, page_size)
-        self._arena = Arena(self.num_bytes)
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype = DTYPE,
+        make_arena: Callable[[int], FixedMemory] = Arena,
+    ) -> None:
+        self.num_bytes = num_pages * kv_bytes_per_page(config, page_size, dtype)
+        self._arena = make_arena(self.num_bytes)
         shape = (config.num_layers, 2, config.num_kv_heads, num_pages, page_size, config.head_dim)
-        self._pool = self._arena.tensor(DTYPE).view(shape)
+        self._pool = self._arena.tensor(dtype)[: math.prod(shape)].view(shape)
         self.layers = list(self._pool)
         self._away: tuple[list[int], torch.Tensor] | None = None
         """Pages that were copied out, ascending, and their content [L, 2, Hkv, n, page_size, D]."""
@@ -54,23 +62,37 @@ class KVStore:
         self._pool.index_fill_(3, torch.tensor(pages), torch.nan)
 
     def release(self) -> None:
-        """Give the memory back to the system; every page reads as zeros."""
+        """Give the memory back to the system until `restore` or `begin_anew`."""
         self._arena.release()
         self._away = None
+
+    def begin_anew(self) -> None:
+        """Give the memory back and take it again, with nothing in it that was there."""
+        self.release()
+        self._arena.commit()
 
     def offload(self, pages: Sequence[int]) -> None:
         """Copy these pages out, ascending, and give all memory back. RuntimeError: no memory for the copy; nothing
         has changed."""
-        copy = self._pool.index_select(3, torch.tensor(pages, dtype=torch.int64))
+        copy = self._copied(pages)
         self._arena.release()
         self._away = list(pages), copy
 
     def restore(self, pages: Sequence[int]) -> None:
         """Bring back those of the pages that are still wanted, ascending. What was not offloaded is there already."""
+        self._arena.commit()
         if self._away is None:
             return
         away, copy = self._away
         if list(pages) != away:
             copy = copy.index_select(3, torch.from_numpy(np.searchsorted(away, pages)))
-        self._pool.index_copy_(3, torch.tensor(pages, dtype=torch.int64), copy)
+        self._bring(pages, copy)
         self._away = None
+
+    def _copied(self, pages: Sequence[int]) -> torch.Tensor:
+        """The content of these pages, somewhere else."""
+        return self._pool.index_select(3, torch.tensor(pages, dtype=torch.int64))
+
+    def _bring(self, pages: Sequence[int], copy: torch.Tensor) -> None:
+        """Put it into these pages."""
+        self._pool.index_copy_(3, torch.tensor(pages, dtype=torch.int64), copy)

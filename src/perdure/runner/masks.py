@@ -115,17 +115,18 @@ class Masks:
         bits = np.zeros((len(going), self._num_words), np.int32)
         fill_next_token_bitmask_par(self._executor, [(matcher, row) for row, (_, matcher) in enumerate(going)], bits)
         for (one, matcher), mask in zip(going, bits, strict=True):
-            if one.walk.ends_last:
-                _end_last(mask, self._grammars.end_ids)
+            if self._grammars.spelled_end_ids and not matcher.is_accepting():
+                mask[:] = _without(mask, self._grammars.spelled_end_ids)
+            if one.walk.ends_last and (without := _without(mask, self._grammars.end_ids)).any():
+                mask[:] = without
             fault = fault_of(matcher)
             found[one.slot] = f"{one.walk.asked.shown}: {fault}" if fault else mask
         return found
 
 
-def _end_last(mask: Mask, end_ids: Sequence[int]) -> None:
-    """Take the end ids out of a mask [W], in place, unless nothing else is in it."""
-    without = mask.view(np.uint32).copy()
-    for token in end_ids:
-        without[token // WORD] &= np.uint32(~(1 << token % WORD) & 0xFFFFFFFF)
-    if without.any():
-        mask[:] = without.view(np.int32)
+def _without(mask: Mask, ids: Sequence[int]) -> Mask:
+    """The mask with the bits of these ids cleared."""
+    left = mask.view(np.uint32).copy()
+    for token in ids:
+        left[token // WORD] &= ~np.uint32(1 << token % WORD)
+    return left.view(np.int32)

@@ -13,11 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perdure.api.plan import Adjustments, RowInit
 from perdure.ops.adjust import Penalties, RowIds, RowMasks, StepAdjustments
 from perdure.ops.select import Floats, Ids
 from perdure.runner.functions import Functions, Processor
+from perdure.runner.history import History
 from perdure.runner.masks import Walk, Wanted
 
 NONE: Ids = np.empty(0, np.int64)
@@ -97,6 +99,11 @@ class RowAdjustments:
             if special is not None and special.keeps_tokens:
                 special.tokens.append(token)
 
+    def touches(self, slots: Ids, output_index: Ids) -> NDArray[np.bool_]:
+        """Whether anything is done to the logits of each of these rows at these output indices."""
+        touched: NDArray[np.bool_] = self._is_special[slots] | (output_index < self._min_tokens[slots])
+        return touched
+
     def check(self, slot: int, told: RowAdjustments) -> None:
         """What this row asked, and its history, are those of another account of it."""
         one, two = self._special[slot], told._special[slot]
@@ -129,8 +136,8 @@ class RowAdjustments:
 
     @staticmethod
     def _called(processor: Processor, special: Special, logits: Floats) -> Floats:
-        prompt, output = special.tokens[: special.prompt_length], special.tokens[special.prompt_length :]
-        return processor(prompt, output, logits)
+        tokens, length = special.tokens, special.prompt_length
+        return processor(History(tokens, 0, length), History(tokens, length, len(tokens)), logits)
 
     def wanted_masks(self, slots: Ids) -> list[Wanted]:
         """What the grammars of these rows will be asked, to draw their next tokens."""

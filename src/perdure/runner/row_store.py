@@ -81,6 +81,12 @@ class RowStore:
         for row in np.flatnonzero(output_index < self._num_forced[slots]).tolist():
             tokens[row] = self._forced_ids[int(slots[row])][int(output_index[row])]
 
+    def forced(self, slots: Ids, output_index: Ids) -> Ids:
+        """The tokens that forced continuations give at these output indices; -1 where a token is to be drawn."""
+        tokens = np.full(len(slots), -1, np.int64)
+        self.force(tokens, slots, output_index)
+        return tokens
+
     def sampled(self, slots: Ids, tokens: Ids) -> None:
         """These rows got these tokens."""
         self.last_token[slots] = tokens

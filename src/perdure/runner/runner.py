@@ -125,7 +125,7 @@ class Runner:
                 if kv:
                     self._kv.restore(pages)
             case Clear():
-                self._kv.release()
+                self._kv.begin_anew()
                 self._failed.clear()
             case LoadWeights(ticket):
                 assert self._weights is not None
@@ -176,7 +176,8 @@ class Runner:
 
         step = pack(plan, self._rows, self._shape.page_size, self._row_tile)
         self._rows.advance(step.slots, step.ends)
-        planned = {kind: form.plan(step.attention) for kind, form in self._forms.items()}
+        attention = step.attention(self._rows, self._shape.page_size)
+        planned = {kind: form.plan(attention) for kind, form in self._forms.items()}
         kv_write = plan_kv_write(self._shape, step.kv_slots)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

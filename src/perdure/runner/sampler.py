@@ -66,7 +66,12 @@ class Sampler:
 
         Returns the rows that have a token, their tokens, and scores for those that asked.
         """
-        logits = self._logits(hidden, hidden_rows)
+        return self.sample_from(self._logits(hidden, hidden_rows), rows, slots, positions, errors)
+
+    def sample_from(
+        self, logits: Floats, rows: Ints, slots: Ints, positions: Ints, errors: dict[int, str]
+    ) -> tuple[Ints, Ints, ScoreEntries]:
+        """`sample` of logits [S, V] that are there already."""
         good = _good_rows(logits, rows, errors)
         good = good[[int(row) not in errors for row in rows[good]]] if errors else good
         if len(good) < len(rows):
@@ -116,7 +121,7 @@ class Sampler:
         """fp32 logits [len(rows), V] of packed rows; the head's product is padded to whole tiles of rows."""
         padded = np.zeros(-(-len(rows) // self._row_tile) * self._row_tile, np.int64)
         padded[: len(rows)] = rows
-        logits: Floats = self._model.logits(hidden[torch.from_numpy(padded)]).numpy()
+        logits: Floats = self._model.logits(hidden[torch.from_numpy(padded).to(hidden.device)]).cpu().numpy()
         return logits[: len(rows)]
 
 

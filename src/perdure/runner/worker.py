@@ -46,6 +46,7 @@ class ThreadedRunner:
         self._steps: SimpleQueue[tuple[StepPlan, StepTicket] | None] = SimpleQueue()
         self._closed = False
         self.thread = threading.Thread(target=self._work, name="perdure-runner", daemon=True)
+        self.threads: tuple[threading.Thread, ...] = (self.thread,)
         self.thread.start()
 
     def launch(self, plan: StepPlan) -> StepTicket:
@@ -88,10 +89,10 @@ class ThreadedRunner:
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             self._runner.fail(plan.slot, message)
-            return _failed(plan, message)
+            return failed_output(plan, message)
 
 
-def _failed(plan: StepPlan, message: str) -> StepOutput:
+def failed_output(plan: StepPlan, message: str) -> StepOutput:
     """Every row failed."""
     num_rows = len(plan.slot)
     errors = [(row, message) for row in range(num_rows)]

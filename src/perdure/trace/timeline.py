@@ -65,10 +65,12 @@ class EngineSpan(msgspec.Struct, frozen=True):
 
 
 class Track:
-    """One request's way. end_reason: as in its result, or "refused"; None if the journal ends before it."""
+    """The way of one request, or of one of its samples. end_reason: as in its result, or "refused"; None if the journal
+    ends before it."""
 
     def __init__(self, moment: Moment, time: float) -> None:
         self.ticket = moment.ticket
+        self.child = moment.child
         self.request_id: RequestId = moment.detail
         self.queued = time
         self.spans: list[Span] = []
@@ -89,8 +91,8 @@ class Track:
 
     @property
     def label(self) -> str:
-        """Its id on one line."""
-        text = str(self.request_id)
+        """Its id on one line; that of a later sample of a request has its index too."""
+        text = f"{self.request_id} #{self.child}" if self.child else str(self.request_id)
         text = text if text.isprintable() else repr(text)
         return text if len(text) <= LABEL_LENGTH else text[: LABEL_LENGTH - 1] + "…"
 
@@ -167,7 +169,8 @@ class Timeline:
         self.steps: list[Step] = []
         self.levels: list[tuple[float, Level]] = []
         self.engine_spans: list[EngineSpan] = []
-        self._live: dict[int, Track] = {}
+        self._live: dict[tuple[int, int], Track] = {}
+        """By ticket and child."""
         self._launched: deque[tuple[StepPlan, float]] = deque()
         self._engine: tuple[str, float] = (UNREMARKABLE[0], 0.0)
         """Its state, and since when."""
@@ -201,14 +204,16 @@ class Timeline:
     def _tell(self, moment: Moment, time: float) -> None:
         if moment.kind == "refused":
             self.num_refused += 1
-            if moment.ticket not in self._live:
-                return
+            for key in [key for key in self._live if key[0] == moment.ticket]:
+                self._live.pop(key).take(moment, time)
+            return
+        key = moment.ticket, moment.child
         if moment.kind == "queued":
-            self._live[moment.ticket] = track = Track(moment, time)
+            self._live[key] = track = Track(moment, time)
             self.tracks.append(track)
-        self._live[moment.ticket].take(moment, time)
-        if moment.kind in ("ended", "refused"):
-            del self._live[moment.ticket]
+        self._live[key].take(moment, time)
+        if moment.kind == "ended":
+            del self._live[key]
 
     def _set_engine(self, state: str, time: float) -> None:
         before, since = self._engine

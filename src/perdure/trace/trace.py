@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from perdure.api.errors import JournalError
-from perdure.core.journal import read
+from perdure.core.journal import Entries, Entry, read
 from perdure.trace.chrome import chrome_trace
 from perdure.trace.picture import picture
 from perdure.trace.timeline import Timeline
 
 
 class Trace:
-    """num_torn_bytes: what the journal has of a last entry that was cut short; it is left out."""
+    """num_torn_bytes: what the journal has of a last entry that was cut short; it is left out. damage: what is wrong
+    with a journal that shows only the run before it."""
 
-    def __init__(self, timeline: Timeline, num_torn_bytes: int) -> None:
+    def __init__(self, timeline: Timeline, num_torn_bytes: int, damage: str | None = None) -> None:
         self.timeline = timeline
         self.num_torn_bytes = num_torn_bytes
+        self.damage = damage
 
     @staticmethod
     def read(path: str | Path) -> Trace:
-        """Raises `JournalError` where the file is no journal, or a damaged one, and `OSError`."""
+        """The run, or what comes before the first damaged entry. Raises `JournalError` where the file is no journal of
+        this version, and `OSError`."""
+        damage: str | None = None
+
+        def whole(entries: Entries) -> Iterator[Entry]:
+            nonlocal damage
+            try:
+                yield from entries
+            except JournalError as error:
+                damage = str(error)
+
         with Path(path).open("rb") as file:
             try:
                 config, entries = read(file)
-                timeline = Timeline(config, entries)
             except JournalError as error:
                 raise JournalError(f"{path}: {error}") from None
-        return Trace(timeline, entries.num_torn_bytes)
+            timeline = Timeline(config, whole(entries))
+        return Trace(timeline, entries.num_torn_bytes, damage)
 
     def chrome(self) -> dict[str, Any]:
         """A Chrome trace, for `json.dump`."""

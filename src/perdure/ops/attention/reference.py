@@ -39,7 +39,7 @@ class PlannedReference:
         out = torch.zeros_like(q)
         for row, start in enumerate(self.rows.starts.tolist()):
             first, last = self.rows.offsets[row : row + 2].tolist()
-            table = torch.from_numpy(self.rows.block_table[row])
+            table = torch.from_numpy(self.rows.block_table[row]).to(q.device)
             for query in range(first, last):
                 out[query] = self._attend(q[query], cache, table, start + query - first)
         return out
@@ -47,7 +47,7 @@ class PlannedReference:
     def _attend(self, q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, position: int) -> torch.Tensor:
         """One query q [Hq, D] at an absolute position; returns [Hq, D]."""
         window = position + 1 if self.layer.window is None else self.layer.window
-        at = torch.arange(max(0, position + 1 - window), position + 1)
+        at = torch.arange(max(0, position + 1 - window), position + 1, device=q.device)
         pages, inside = table[at // self.shape.page_size], at % self.shape.page_size
         keys, values = cache[:, :, pages, inside].double()  # each [Hkv, n, D]
         grouped = q.double().view(self.shape.num_kv_heads, self.shape.group_size, self.shape.head_dim)

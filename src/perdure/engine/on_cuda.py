@@ -1,0 +1,107 @@
+"""Settling what runs on a GPU: how much of its memory is the pool's, and the runner. Imports Triton when it is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from perdure.api.config import CoreConfig, EngineConfig
+from perdure.api.errors import InvalidValue
+from perdure.models.weights import LoadedModel
+from perdure.runner.grammars import Grammars
+from perdure.runner.shapes import ShapeRules
+
+if TYPE_CHECKING:
+    from perdure.runner.cuda.runner import CudaRunner
+
+FOR_GRAPHS = 1 << 30
+"""Left free for what graphs, libraries and the allocator take beside a measured step."""
+
+
+def room_for_pages(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
+    """Bytes that weights and the largest step leave of the device's memory. Raises `InvalidValue` if there are none."""
+    peak = _largest_step(config, loaded, max_model_len)
+    free, whole = torch.cuda.mem_get_info()
+    left = int(whole * config.gpu_memory_utilization) - (whole - free) - peak - FOR_GRAPHS
+    if left <= 0:
+        raise InvalidValue(
+            f"gpu_memory_utilization={config.gpu_memory_utilization}: weights and a step of "
+            f"{config.max_num_batched_tokens} tokens leave no memory for pages ({-left} bytes too few)"
+        )
+    return left
+
+
+def _largest_step(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
+    """Bytes that a step of the most tokens and rows takes beside weights and pages, measured."""
+    runner = _runner(config, loaded, num_pages=1, max_model_len=max_model_len, captures=False)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    runner.run_padding()
+    peak = torch.cuda.max_memory_allocated() - before
+    runner.release()
+    del runner
+    torch.cuda.empty_cache()
+    return peak
+
+
+def make_runner(config: EngineConfig, core: CoreConfig, loaded: LoadedModel, grammars: Grammars) -> CudaRunner:
+    """Raises `MemoryError` where the pool has no room, `InvalidValue` for settings that do not fit."""
+    return _runner(
+        config, loaded, num_pages=core.num_pages, max_model_len=core.max_model_len, captures=True, grammars=grammars
+    )
+
+
+def _runner(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    *,
+    num_pages: int,
+    max_model_len: int,
+    captures: bool,
+    grammars: Grammars | None = None,
+) -> CudaRunner:
+    from perdure.runner.cuda.runner import CudaRunner
+
+    assert config.max_num_batched_tokens is not None
+    rules = None
+    if captures and config.num_cuda_graphs != 0 and config.attention_backend != "reference":
+        rules = ShapeRules(
+            max_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
+            max_len=max_model_len,
+            max_tokens=config.max_num_batched_tokens,
+            num_graphs=config.num_cuda_graphs,
+            sizing=config.cuda_graph_sizing,
+            most_tokens=config.cuda_graph_max_tokens,
+            mixed_prefills=config.cuda_graph_mixed_prefill,
+            all_prefills=config.cuda_graph_all_prefills,
+        )
+    try:
+        return CudaRunner(
+            loaded.model,
+            num_pages=num_pages,
+            page_size=config.page_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            device=torch.device("cuda", torch.cuda.current_device()),
+            dtype=loaded.dtype,
+            attention_backend=config.attention_backend,
+            rules=rules,
+            weights=loaded.weights,
+            grammars=grammars,
+        )
+    except ValueError as error:
+        raise InvalidValue(str(error)) from None
+
+
+def describe(config: EngineConfig, runner: CudaRunner) -> dict[str, Any]:
+    """What is said of a GPU beside what is said of every device."""
+    captured = [] if runner.graphs is None else [shape.num_tokens for shape in runner.graphs.shapes]
+    words = f"{len(captured)}, of up to {max(captured)} tokens" if captured else "none: every step runs eagerly"
+    return {
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "cuda_graphs": words,
+        "cuda_graph_sizing": config.cuda_graph_sizing,
+    }

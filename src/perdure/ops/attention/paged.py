@@ -1,0 +1,105 @@
+"""Attention on a device that plans nothing on the host: rows are tensors at fixed addresses, so a graph can hold it.
+
+- `PagedRows` says which packed queries are rows of one query and which are blocks of prompts; padding is in it, not
+  around it.
+- Two forms: "triton", and "reference", the slow oracle of all forms, which looks at the rows on the host.
+
+Shapes: as in `base`; n rows of one query, b blocks, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
+from perdure.ops.attention.reference import PlannedReference
+
+PAGED_FORMS = ("triton", "reference")
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """All int32. table [S, W]: pages of each slot. index, slots, positions [n]: where the query of a row of one query
+    is packed, its slot, where it stands (-1 = padding). blocks [b, 4]: of a prompt its slot, where the block's first
+    query is packed, where that stands, and how many there are (0 = padding)."""
+
+    table: Tensor
+    index: Tensor
+    slots: Tensor
+    positions: Tensor
+    blocks: Tensor
+
+
+class PagedAttention(Protocol):
+    """block_size: queries of a prompt that make one block, at most."""
+
+    name: str
+    block_size: int
+
+    def run(self, q: Tensor, cache: Tensor, rows: PagedRows) -> Tensor:
+        """Attend q [N, Hq, D] over a layer's cache, which holds this step's keys. [N, Hq, D]; what belongs to no row is
+        undefined."""
+        ...
+
+
+class TritonPaged:
+    """See `ops.triton.attention`."""
+
+    name = "triton"
+
+    def __init__(self, shape: CacheShape, layer: LayerAttention) -> None:
+        from perdure.ops.triton import attention
+
+        self._layer = layer
+        self._decode, self._prompts = attention.attend_decode, attention.attend_prompts
+        self.block_size = attention.prompt_block(shape.head_dim)
+
+    def run(self, q: Tensor, cache: Tensor, rows: PagedRows) -> Tensor:
+        assert q.stride(1) == q.shape[2] and q.stride(2) == 1, "heads of a query lie side by side"
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        kind = self._layer
+        self._decode(
+            q, cache, rows.table, rows.index, rows.slots, rows.positions, out,
+            scale=kind.scale, window=kind.window, softcap=kind.softcap,
+        )  # fmt: skip
+        self._prompts(
+            q, cache, rows.table, rows.blocks, out, scale=kind.scale, window=kind.window, softcap=kind.softcap
+        )
+        return out
+
+
+class ReferencePaged:
+    """`reference.ReferenceAttention` on any device."""
+
+    name = "reference"
+    block_size = 128
+
+    def __init__(self, shape: CacheShape, layer: LayerAttention) -> None:
+        self._shape = shape
+        self._layer = layer
+
+    def run(self, q: Tensor, cache: Tensor, rows: PagedRows) -> Tensor:
+        ones = torch.stack((rows.slots, rows.index, rows.positions, torch.ones_like(rows.index)), 1)
+        ones[:, 3] = (rows.positions >= 0).int()
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        table = rows.table.cpu().numpy().astype(np.int64)
+        for slot, packed, start, count in torch.cat((ones, rows.blocks)).tolist():
+            if count:
+                row = AttentionRows(np.array([0, count]), np.array([start]), table[slot : slot + 1])
+                part = slice(packed, packed + count)
+                out[part] = PlannedReference(self._shape, self._layer, row).run(q[part], cache)
+        return out
+
+
+def make_paged(name: str, shape: CacheShape, layer: LayerAttention) -> PagedAttention:
+    """The form called `name`; "auto" is Triton's. ValueError: a name that is none."""
+    if name == "auto":
+        name = "triton"
+    if name not in PAGED_FORMS:
+        raise ValueError(f"attention_backend={name!r} is not for CUDA; there are auto, {', '.join(PAGED_FORMS)}")
+    return TritonPaged(shape, layer) if name == "triton" else ReferencePaged(shape, layer)

@@ -1,0 +1,61 @@
+"""Pages on the device: fresh ones cleared, free ones poisoned, a step's keys and values written where they belong.
+
+Shapes: N tokens, Hkv key heads, D head size, P pages. A layer's cache is [2, Hkv, P, page_size, D].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _fill_kernel(pool, pages, stride_plane, stride_page, value, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """One page of one plane. A plane is one head's keys or values in one layer."""
+    page = tl.load(pages + tl.program_id(0)).to(tl.int64)
+    at = pool + tl.program_id(1).to(tl.int64) * stride_plane + page * stride_page
+    for first in range(0, SIZE, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        tl.store(at + columns, tl.full((BLOCK,), value, tl.float32).to(pool.dtype.element_ty), mask=columns < SIZE)
+
+
+def fill_pages(pool: Tensor, pages: Tensor, value: float) -> None:
+    """Set these pages [n] of a pool [L, 2, Hkv, P, page_size, D] to a value."""
+    if pages.numel():
+        num_planes = pool.shape[0] * pool.shape[1] * pool.shape[2]
+        size = pool.stride(3)
+        block = min(2048, triton.next_power_of_2(size))
+        _fill_kernel[(pages.numel(), num_planes)](
+            pool, pages, pool.stride(2), size, value, SIZE=size, BLOCK=block, num_warps=4
+        )
+
+
+@triton.jit
+def _write_kernel(
+    keys, values, cache, slots, num_heads, k_stride_row, k_stride_head, v_stride_row, v_stride_head,
+    stride_kv, stride_head, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token. slots [N]: page * page_size + offset in the page, -1 = none."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    heads, columns = tl.arange(0, HEADS), tl.arange(0, BLOCK)
+    inside = (heads < num_heads)[:, None] & (columns < D)[None, :]
+    k = tl.load(keys + row * k_stride_row + (heads * k_stride_head)[:, None] + columns[None, :], mask=inside)
+    v = tl.load(values + row * v_stride_row + (heads * v_stride_head)[:, None] + columns[None, :], mask=inside)
+    at = cache + (heads.to(tl.int64) * stride_head)[:, None] + slot * D + columns[None, :]
+    tl.store(at, k.to(cache.dtype.element_ty), mask=inside)
+    tl.store(at + stride_kv, v.to(cache.dtype.element_ty), mask=inside)
+
+
+def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Write keys and values, each [N, Hkv, D], into a layer's pages; where slots [N] (int32) has -1, nothing."""
+    num_rows, num_heads, dim = keys.shape
+    if num_rows:
+        _write_kernel[(num_rows,)](
+            keys, values, cache, slots, num_heads, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+            cache.stride(0), cache.stride(1), D=dim, HEADS=triton.next_power_of_2(num_heads),
+            BLOCK=triton.next_power_of_2(dim), num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,151 @@
+"""Functions of rows: norms, norms of sums, gated activations, rotary positions.
+
+Each is computed in fp32 and rounded where torch's form of it (`ops.norm`, `ops.activation`, `ops.rope`) rounds.
+
+Shapes: N rows, H width of a row, J heads, D elements of a head, R of them turn, I = width of an MLP.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 2048  # elements a program of a norm holds at once, where rows are short
+
+
+@triton.jit
+def _norm_kernel(
+    x, added, weight, total, out, num_rows, num_heads, stride_row, stride_head, stride_weight, eps,
+    H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of [N * J, H]. ADD: x + added is what is normalised, and goes to total. ONCE: one rounding, at last."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = (rows < num_rows)[:, None] & (columns < H)[None, :]
+    head = rows % num_heads
+    at = (rows // num_heads).to(tl.int64) * stride_row + head * stride_head
+    flat = rows.to(tl.int64)[:, None] * H + columns[None, :]
+    values = tl.load(x + at[:, None] + columns[None, :], mask=inside, other=0.0)
+    if ADD:
+        values = (values.to(tl.float32) + tl.load(added + flat, mask=inside, other=0.0).to(tl.float32)).to(values.dtype)
+        tl.store(total + flat, values, mask=inside)
+    wide = values.to(tl.float32)
+    mean = tl.sum(wide * wide, axis=1) / H
+    normal = wide * tl.rsqrt(mean + eps)[:, None]
+    w = tl.load(weight + (head * stride_weight)[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    if not ONCE:
+        normal = normal.to(values.dtype).to(tl.float32)
+    tl.store(out + flat, (normal * w).to(out.dtype.element_ty), mask=inside)
+
+
+def _launch_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, once: bool) -> tuple[Tensor, Tensor]:
+    """(the sum, its norm), both contiguous."""
+    width = x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    if x.dim() not in (2, 3) or x.stride(-1) != 1:
+        x = x.contiguous().view(-1, width)
+        heads = 1
+    num_rows = x.numel() // width
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(out) if added is not None else out
+    block = triton.next_power_of_2(width)
+    rows = max(1, TILE // block)
+    if num_rows:
+        _norm_kernel[(triton.cdiv(num_rows, rows),)](
+            x, x if added is None else added, weight, total, out, num_rows, heads,
+            x.stride(0), x.stride(1) if heads > 1 else 0, weight.stride(0) if weight.dim() == 2 else 0, eps,
+            H=width, BLOCK=block, ROWS=rows, ADD=added is not None, ONCE=once, num_warps=8 if block >= 4096 else 4,
+        )  # fmt: skip
+    return total, out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`ops.norm.rms_norm`; x is [N, H], or [N, J, H] with a weight [H] or [J, H]."""
+    return _launch_norm(x, None, weight, eps, once=False)[1].view(x.shape)
+
+
+def rms_norm_once(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`ops.norm.rms_norm_once`."""
+    return _launch_norm(x, None, weight, eps, once=True)[1].view(x.shape)
+
+
+def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y, and its `rms_norm`; both [N, H]."""
+    return _launch_norm(x, y.contiguous(), weight, eps, once=False)
+
+
+@triton.jit
+def _gated_kernel(gate_up, out, num_columns, stride_row, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    gate = tl.load(gate_up + row * stride_row + columns, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * stride_row + num_columns + columns, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    if GELU:
+        turned = (wide * wide * 0.044715 + 1.0) * wide
+        active = wide / (1.0 + tl.exp(-1.5957691216057308 * turned))
+    else:
+        active = wide / (1.0 + tl.exp(-wide))
+    result = active.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    tl.store(out + row * num_columns + columns, result.to(out.dtype.element_ty), mask=inside)
+
+
+def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
+    num_rows, width = gate_up.shape
+    out = torch.empty(num_rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
+    if num_rows:
+        block = min(1024, triton.next_power_of_2(width // 2))
+        _gated_kernel[(num_rows, triton.cdiv(width // 2, block))](
+            gate_up, out, width // 2, gate_up.stride(0), GELU=gelu, BLOCK=block, num_warps=4
+        )
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`ops.activation.silu_mul`: [N, 2 * I] to [N, I]."""
+    return _gated(gate_up, gelu=False)
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """`ops.activation.gelu_tanh_mul`."""
+    return _gated(gate_up, gelu=True)
+
+
+@triton.jit
+def _rotate_kernel(
+    x, cos, sin, out, num_heads, stride_row, stride_head,
+    D: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of a row. cos and sin [N, R], the sines of the first half negative."""
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    columns = tl.arange(0, BLOCK)
+    turning = columns < R
+    partner = tl.where(turning, (columns + R // 2) % R, columns)
+    inside = (heads < num_heads)[:, None] & (columns < D)[None, :]
+    at = x + row * stride_row + (heads * stride_head)[:, None]
+    own = tl.load(at + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(at + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * R + columns, mask=turning, other=1.0).to(tl.float32)
+    s = tl.load(sin + row * R + columns, mask=turning, other=0.0).to(tl.float32)
+    result = own * c[None, :] + other * s[None, :]
+    tl.store(
+        out + (row * num_heads + heads)[:, None] * D + columns[None, :], result.to(out.dtype.element_ty), mask=inside
+    )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`ops.rope.rotate`, with one rounding at the end. x [N, J, D]; cos and sin [N, 1, R]."""
+    num_rows, num_heads, dim = x.shape
+    out = torch.empty(num_rows, num_heads, dim, dtype=x.dtype, device=x.device)
+    if num_rows:
+        block = triton.next_power_of_2(dim)
+        heads = min(triton.next_power_of_2(num_heads), max(1, TILE // block))
+        _rotate_kernel[(num_rows, triton.cdiv(num_heads, heads))](
+            x, cos, sin, out, num_heads, x.stride(0), x.stride(1),
+            D=dim, R=cos.shape[-1], HEADS=heads, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,399 @@
+"""Drawing and scoring on the device: `ops.sampling` to the rounding, from logits that never leave.
+
+- A draw is spelled out there and repeated here: exp by the polynomial that numpy's vector form uses (AVX2 and AVX512),
+  sums of blocks of 64 ids by halves, running sums in order, one keyed uniform number a row. So equal logits give the
+  token that a CPU draws. Where numpy has another exp, or mass lies within rounding of a border, one may differ.
+- Filters are thresholds: the value and, among its equals, the id up to which ids are kept.
+- Four launches for any mix of settings, so they can be captured; rows that ask for no filter cost nothing in theirs.
+
+Shapes: n rows, V = vocabulary, C = chunks of CHUNK ids, nb = blocks of 64 ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 4096  # ids of one program
+BLOCK = 64  # ids of one block of the draw's sum
+UNROLL = 64  # blocks fetched together: each alone would wait for memory
+
+
+@triton.jit
+def _all(x, value):
+    return tl.full(x.shape, value, tl.float32)
+
+
+@triton.jit
+def _exp(x):
+    """numpy's exp of fp32 for x <= 0, every rounding of it."""
+    x = tl.maximum(x, -150.0)
+    steps = (x * 1.4426950408889634 + 12582912.0) - 12582912.0
+    r = tl.fma(steps, _all(x, -6.93145752e-1), x)
+    r = tl.fma(steps, _all(x, -1.42860677e-6), r)
+    over = tl.fma(r, _all(x, 5.082762527590693718096e-04), _all(x, 6.757896990527504603057e-03))
+    over = tl.fma(over, r, _all(x, 5.114512081637298353406e-02))
+    over = tl.fma(over, r, _all(x, 2.473615434895520810817e-01))
+    over = tl.fma(over, r, _all(x, 7.257664613233124478488e-01))
+    over = tl.fma(over, r, _all(x, 9.999999999980870924916e-01))
+    under = tl.fma(r, _all(x, 2.159509375685829852307e-02), _all(x, -2.742335390411667452936e-01))
+    under = tl.fma(under, r, _all(x, 1.0))
+    power = tl.maximum(steps.to(tl.int32) + 64, -126)
+    scale = ((power + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.div_rn(over, under) * scale * 5.421010862427522e-20  # 2 ** -64, so that a denormal is rounded once
+
+
+@triton.jit
+def _halved(w, N: tl.constexpr):
+    """Sums [N] of w [N * 64], each of 64 in order of the halves."""
+    a, b = tl.split(tl.permute(tl.reshape(w, (N, 2, 32)), (0, 2, 1)))
+    a, b = tl.split(tl.permute(tl.reshape(a + b, (N, 2, 16)), (0, 2, 1)))
+    a, b = tl.split(tl.permute(tl.reshape(a + b, (N, 2, 8)), (0, 2, 1)))
+    a, b = tl.split(tl.permute(tl.reshape(a + b, (N, 2, 4)), (0, 2, 1)))
+    a, b = tl.split(tl.permute(tl.reshape(a + b, (N, 2, 2)), (0, 2, 1)))
+    a, b = tl.split(tl.reshape(a + b, (N, 2)))
+    return a + b
+
+
+@triton.jit
+def _largest_kernel(logits, best, best_id, V, stride, CHUNK: tl.constexpr):
+    """Of each chunk the largest value, or NaN where there is one, and the first id that has it."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * stride + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
+    largest = tl.max(x, 0)
+    first = tl.min(tl.where(x == largest, ids, 2147483647), 0)
+    is_nan = tl.max((x != x).to(tl.int32), 0)
+    cell = row * tl.num_programs(1) + chunk
+    tl.store(best + cell, tl.where(is_nan > 0, float("nan"), largest))
+    tl.store(best_id + cell, first)
+
+
+@triton.jit
+def _top(best, best_id, row, C, CP: tl.constexpr):
+    """A row's largest value, the first id that has it, and whether nothing can be drawn from the row."""
+    chunks = tl.arange(0, CP)
+    values = tl.load(best + row * C + chunks, mask=chunks < C, other=float("-inf"))
+    ids = tl.load(best_id + row * C + chunks, mask=chunks < C, other=2147483647)
+    bad = tl.max((values != values).to(tl.int32), 0) > 0
+    top = tl.max(tl.where(values != values, float("-inf"), values), 0)
+    first = tl.min(tl.where(values == top, ids, 2147483647), 0)
+    bad = bad | (top == float("-inf")) | (top == float("inf"))
+    return tl.where(bad, 0.0, top), first, bad
+
+
+@triton.jit
+def _scaled(logits, row, stride, ids, V, top, heat):
+    x = tl.load(logits + row * stride + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
+    return tl.div_rn(x - top, tl.full(x.shape, heat, tl.float32))
+
+
+@triton.jit
+def _depth(x):
+    """Bits that grow as x <= 0 falls."""
+    return tl.abs(x).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _filter_kernel(
+    logits, best, best_id, temperature, top_k, top_p, min_p, border, last_tie, V, C, stride,
+    CP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Border of each row: kept are values above it, and its equals up to an id. No border is -inf."""
+    row = tl.program_id(0).to(tl.int64)
+    k, p = tl.load(top_k + row), tl.load(top_p + row)
+    heat = tl.load(temperature + row)
+    tl.store(border + row, float("-inf"))
+    tl.store(last_tie + row, V)
+    has_k = (k > 1) & (k < V)
+    if (heat == 0.0) | (k == 1) | ((not has_k) & (p >= 1.0)):
+        return
+    top, _, bad = _top(best, best_id, row, C, CP)
+    if bad:
+        return
+    heat = tl.maximum(heat, 1.1754943508222875e-38)
+    least = tl.load(min_p + row)
+    deepest = 2139095040  # of -inf
+    if has_k:
+        # The smallest depth within which k ids lie, a bit at a time.
+        found = 0
+        for bit in range(0, 31):
+            middle = found + (1 << (30 - bit)) - 1
+            count = 0
+            for start in range(0, V, TILE):
+                ids = start + tl.arange(0, TILE)
+                x = _scaled(logits, row, stride, ids, V, top, heat)
+                count += tl.sum(((_depth(x) <= middle) & (ids < V)).to(tl.int32), 0)
+            found = tl.where(count < k, middle + 1, found)
+        deepest = found
+    tie = V
+    if p < 1.0:
+        whole = tl.full((), 0.0, tl.float64)
+        for start in range(0, V, TILE):
+            ids = start + tl.arange(0, TILE)
+            x = _scaled(logits, row, stride, ids, V, top, heat)
+            w = _exp(x)
+            kept = (_depth(x) <= deepest) & (w >= least)
+            whole += tl.sum(tl.where(kept, w, 0.0).to(tl.float64), 0)
+        wanted = whole * p
+        found = 0
+        for bit in range(0, 31):
+            middle = found + (1 << (30 - bit)) - 1
+            mass = tl.full((), 0.0, tl.float64)
+            for start in range(0, V, TILE):
+                ids = start + tl.arange(0, TILE)
+                x = _scaled(logits, row, stride, ids, V, top, heat)
+                w = _exp(x)
+                kept = (_depth(x) <= tl.minimum(middle, deepest)) & (w >= least)
+                mass += tl.sum(tl.where(kept, w, 0.0).to(tl.float64), 0)
+            found = tl.where(mass < wanted, middle + 1, found)
+        if found < deepest:
+            deepest = found
+        # Of the equals at the border, no more than are needed.
+        above = tl.full((), 0.0, tl.float64)
+        equals = 0
+        weight = 0.0
+        for start in range(0, V, TILE):
+            ids = start + tl.arange(0, TILE)
+            x = _scaled(logits, row, stride, ids, V, top, heat)
+            w = _exp(x)
+            depth = _depth(x)
+            above += tl.sum(tl.where((depth < deepest) & (w >= least), w, 0.0).to(tl.float64), 0)
+            equals += tl.sum(((depth == deepest) & (ids < V)).to(tl.int32), 0)
+            weight = tl.maximum(weight, tl.max(tl.where(depth == deepest, w, 0.0), 0))
+        if (equals > 1) & (weight > 0.0):
+            needed = tl.maximum(tl.ceil((wanted - above) / weight.to(tl.float64)), 1.0).to(tl.int32)
+            if needed < equals:
+                low = 0
+                high = V
+                while low < high:
+                    half = (low + high) // 2
+                    count = 0
+                    for start in range(0, V, TILE):
+                        ids = start + tl.arange(0, TILE)
+                        x = _scaled(logits, row, stride, ids, V, top, heat)
+                        count += tl.sum(((_depth(x) == deepest) & (ids <= half) & (ids < V)).to(tl.int32), 0)
+                    if count < needed:
+                        low = half + 1
+                    else:
+                        high = half
+                tie = low
+    tl.store(border + row, -(deepest.to(tl.float32, bitcast=True)))
+    tl.store(last_tie + row, tie)
+
+
+@triton.jit
+def _weights(logits, row, stride, ids, V, top, heat, edge, tie, least):
+    """exp of the scaled values, 0 for ids that are not kept."""
+    x = _scaled(logits, row, stride, ids, V, top, heat)
+    w = _exp(x)
+    kept = ((x > edge) | ((x == edge) & (ids <= tie))) & (w >= least) & (ids < V)
+    return tl.where(kept, w, 0.0)
+
+
+@triton.jit
+def _mass_kernel(
+    logits, best, best_id, temperature, top_k, min_p, border, last_tie, sums, V, C, num_blocks, stride,
+    CHUNK: tl.constexpr, CP: tl.constexpr,
+):  # fmt: skip
+    """sums [n, blocks], the running sums' input; those after the last block are 0."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    heat = tl.load(temperature + row)
+    if (heat == 0.0) | (tl.load(top_k + row) == 1):
+        return
+    top, _, _ = _top(best, best_id, row, C, CP)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    w = _weights(
+        logits, row, stride, ids, V, top, tl.maximum(heat, 1.1754943508222875e-38), tl.load(border + row),
+        tl.load(last_tie + row), tl.load(min_p + row),
+    )  # fmt: skip
+    blocks = chunk * (CHUNK // 64) + tl.arange(0, CHUNK // 64)
+    tl.store(sums + row * num_blocks + blocks, _halved(w, CHUNK // 64), mask=blocks < num_blocks)
+
+
+@triton.jit
+def _uniform(seed_low, seed_high, index, child):
+    """Philox4x32-10 of key (seed) and counter (index, child, 0, 0): the top 24 bits of its first word, in [0, 1)."""
+    k0, k1 = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
+    c0 = index.to(tl.uint32, bitcast=True)
+    c1 = child.to(tl.uint32, bitcast=True)
+    c2, c3 = c0 & 0, c0 & 0
+    for _ in tl.static_range(10):
+        first = c0.to(tl.uint64) * 0xD2511F53
+        second = c2.to(tl.uint64) * 0xCD9E8D57
+        n0 = (second >> 32).to(tl.uint32) ^ c1 ^ k0
+        n2 = (first >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = (second & 0xFFFFFFFF).to(tl.uint32), (first & 0xFFFFFFFF).to(tl.uint32)
+        c0, c2 = n0, n2
+        k0 = (k0.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)
+        k1 = (k1.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
+    return (c0 >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def _draw_kernel(
+    logits, best, best_id, temperature, top_k, min_p, seed_low, seed_high, output_index, child, forced, slots, border,
+    last_tie, sums, running, inside, tokens, bad_rows, last_token, V, C, num_blocks, stride,
+    CP: tl.constexpr, UNROLL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The token of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    top, token, bad = _top(best, best_id, row, C, CP)
+    heat = tl.load(temperature + row)
+    if (heat != 0.0) & (tl.load(top_k + row) != 1) & (not bad):
+        heat = tl.maximum(heat, 1.1754943508222875e-38)
+        at = sums + row * num_blocks
+        to = running + row * num_blocks
+        total = 0.0
+        for start in range(0, num_blocks, UNROLL):
+            for step in tl.static_range(UNROLL):
+                total += tl.load(at + start + step)
+                tl.store(to + start + step, total)
+        tl.debug_barrier()
+        u = _uniform(
+            tl.load(seed_low + row), tl.load(seed_high + row), tl.load(output_index + row), tl.load(child + row)
+        )
+        target = u * total
+        block = 2147483647
+        for start in range(0, num_blocks, TILE):
+            blocks = start + tl.arange(0, TILE)
+            values = tl.load(to + blocks, mask=blocks < num_blocks, other=float("-inf"))
+            block = tl.minimum(block, tl.min(tl.where(values > target, blocks, 2147483647), 0))
+        block = tl.minimum(block, num_blocks - 1)
+        lanes = tl.arange(0, 64)
+        w = _weights(
+            logits, row, stride, block * 64 + lanes, V, top, heat, tl.load(border + row), tl.load(last_tie + row),
+            tl.load(min_p + row),
+        )  # fmt: skip
+        tl.store(inside + row * 64 + lanes, w)
+        tl.debug_barrier()
+        reached = tl.load(to + tl.maximum(block - 1, 0))
+        reached = tl.where(block > 0, reached, 0.0)
+        found = -1
+        last = 0
+        for lane in tl.static_range(64):
+            its = tl.load(inside + row * 64 + lane)
+            reached += its
+            last = tl.where(its > 0.0, lane, last)
+            found = tl.where((found < 0) & (reached > target), lane, found)
+        token = block * 64 + tl.where(found >= 0, found, last)
+    given = tl.load(forced + row)
+    token = tl.where(given >= 0, given, token)
+    token = tl.where(bad, 0, token)
+    tl.store(tokens + row, token)
+    tl.store(bad_rows + row, bad.to(tl.int32))
+    tl.store(last_token + tl.load(slots + row), token)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Columns [n] on the device. forced: an id that is the token whatever is drawn, or -1. slots: where a row's token
+    goes in last_token. seed_low, seed_high: the seed's words. All are int32 but temperature, min_p (fp32) and top_p
+    (fp64)."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed_low: Tensor
+    seed_high: Tensor
+    output_index: Tensor
+    child: Tensor
+    forced: Tensor
+    slots: Tensor
+
+
+def num_chunks(vocab_size: int) -> int:
+    return triton.cdiv(vocab_size, CHUNK)
+
+
+def _tops(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each chunk, NaN where there is one, and its first id: [n, C]."""
+    chunks = num_chunks(logits.shape[1])
+    best = torch.empty(len(logits), chunks, dtype=torch.float32, device=logits.device)
+    best_id = torch.empty(len(logits), chunks, dtype=torch.int32, device=logits.device)
+    _largest_kernel[(len(logits), chunks)](
+        logits, best, best_id, logits.shape[1], logits.stride(0), CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False
+    )
+    return best, best_id
+
+
+def draw_tokens(logits: Tensor, settings: Settings, tokens: Tensor, bad_rows: Tensor, last_token: Tensor) -> None:
+    """One token a row of logits [n, V] into tokens [n] and last_token[slots]; bad_rows [n]: 1 where the logits hold NaN
+    or no finite value (the token is 0 then)."""
+    num_rows, vocab_size = logits.shape
+    if num_rows == 0:
+        return
+    chunks, device = num_chunks(vocab_size), logits.device
+    padded = triton.next_power_of_2(chunks)
+    num_blocks = triton.cdiv(triton.cdiv(vocab_size, BLOCK), UNROLL) * UNROLL
+    best, best_id = _tops(logits)
+    border = torch.empty(num_rows, dtype=torch.float32, device=device)
+    last_tie = torch.empty(num_rows, dtype=torch.int32, device=device)
+    sums = torch.empty(2, num_rows, num_blocks, dtype=torch.float32, device=device)
+    inside = torch.empty(num_rows, BLOCK, dtype=torch.float32, device=device)
+    s, stride = settings, logits.stride(0)
+    _filter_kernel[(num_rows,)](
+        logits, best, best_id, s.temperature, s.top_k, s.top_p, s.min_p, border, last_tie, vocab_size, chunks, stride,
+        CP=padded, TILE=min(CHUNK, triton.next_power_of_2(vocab_size)), num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    _mass_kernel[(num_rows, chunks)](
+        logits, best, best_id, s.temperature, s.top_k, s.min_p, border, last_tie, sums[0], vocab_size, chunks,
+        num_blocks, stride, CHUNK=CHUNK, CP=padded, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    _draw_kernel[(num_rows,)](
+        logits, best, best_id, s.temperature, s.top_k, s.min_p, s.seed_low, s.seed_high, s.output_index, s.child,
+        s.forced, s.slots, border, last_tie, sums[0], sums[1], inside, tokens, bad_rows, last_token, vocab_size, chunks,
+        num_blocks, stride, CP=padded, UNROLL=UNROLL, TILE=256, num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _score_kernel(
+    logits, best, best_id, ids, mass, before, V, C, stride, CHUNK: tl.constexpr, CP: tl.constexpr,
+):  # fmt: skip
+    """Of each chunk its mass (fp64) and how many ids come before the row's own in (value descending, id ascending)."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    top, _, _ = _top(best, best_id, row, C, CP)
+    own = tl.load(ids + row)
+    value = tl.load(logits + row * stride + own).to(tl.float32)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    sums = _halved(_exp(x - top), CHUNK // 64)
+    cell = row * C + chunk
+    tl.store(mass + cell, tl.sum(sums.to(tl.float64), 0))
+    ahead = ((x > value) | ((x == value) & (at < own))) & (at < V)
+    tl.store(before + cell, tl.sum(ahead.to(tl.int32), 0))
+
+
+def score_ids(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of ids [n] (int32) in rows of logits [n, V]: log-softmax (fp32), rank from 1, each row's normaliser (fp64), and
+    whether a row is unusable."""
+    num_rows, vocab_size = logits.shape
+    chunks = num_chunks(vocab_size)
+    best, best_id = _tops(logits)
+    mass = torch.empty(num_rows, chunks, dtype=torch.float64, device=logits.device)
+    before = torch.empty(num_rows, chunks, dtype=torch.int32, device=logits.device)
+    if num_rows:
+        _score_kernel[(num_rows, chunks)](
+            logits, best, best_id, ids, mass, before, vocab_size, chunks, logits.stride(0), CHUNK=CHUNK,
+            CP=triton.next_power_of_2(chunks), num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    top = best.amax(1)
+    normaliser = top.double() + mass.sum(1).log()
+    chosen = logits.gather(1, ids[:, None].long())[:, 0].double() - normaliser
+    return chosen.float(), before.sum(1) + 1, normaliser, ~torch.isfinite(top)
+
+
+def top_ids(logits: Tensor, count: int) -> Tensor:
+    """Ids [n, count] of the largest values, best first, ties to the lower id."""
+    bits = (logits.float() + 0.0).view(torch.int32)  # no -0.0, which would come after 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    vocab_size = logits.shape[1]
+    falling = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    keys = torch.topk((ordered << 32) | falling, count).values
+    return vocab_size - 1 - (keys & 0xFFFFFFFF)

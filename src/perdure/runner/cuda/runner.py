@@ -1,0 +1,365 @@
+"""Executes plans on a GPU without waiting for it: a step is packed, copied and launched, and its ticket waits.
+
+- What a step needs of its rows is with it in one block of numbers (`step`); pages, block tables and the tokens sampled
+  last stay on the device, where the next step reads them.
+- A step that a captured shape fits is padded to it and replayed, others run as they are; both are one function.
+- Rows that ask for what the device does not do to logits (penalties, bias, masks, functions) are sampled on the host:
+  such a step waits for its logits, and the results are those of the host's forms.
+- The host's account of the rows (`runner.row_store`) is complete but for tokens that are not back yet.
+
+Shapes: S slots, W = the most pages of a request, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from threading import Thread
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perdure.api.directive import Clear, Directive, LoadWeights, Outcome, Sleep, Wake
+from perdure.api.errors import DeviceError, PerdureError
+from perdure.api.event import Failure
+from perdure.api.plan import NO_LOGPROBS, DeviceRow, StepOutput, StepPlan
+from perdure.models.base import Model
+from perdure.models.store import Store
+from perdure.models.weight_set import WeightSet
+from perdure.ops.attention import CacheShape
+from perdure.ops.attention.paged import PagedRows, make_paged
+from perdure.ops.triton.pages import write_kv
+from perdure.ops.triton.sampling import Settings, draw_tokens
+from perdure.runner.cuda.graphs import Graphs
+from perdure.runner.cuda.pages import DevicePages, to_device
+from perdure.runner.cuda.scores import PendingScores, score
+from perdure.runner.cuda.step import StepColumns, StepSize, blocks_of
+from perdure.runner.cuda.ticket import Launched, StagedStep, Staging, StepTicket
+from perdure.runner.failed_rows import with_rows, without_rows
+from perdure.runner.functions import Functions
+from perdure.runner.grammars import Grammars
+from perdure.runner.inputs import Ints, PackedStep, Targets, pack
+from perdure.runner.masks import Masks
+from perdure.runner.row_store import RowStore
+from perdure.runner.sampler import TARGET_SLICE, Sampler, ScoreEntries
+from perdure.runner.shapes import Shape, ShapeRules, shapes
+from perdure.runner.worker import failed_output
+
+
+class CudaRunner:
+    """One model on one device (`perdure.runner.base.Device`).
+
+    max_num_batched_tokens: the most tokens of a step. rules: of the shapes to capture; None = every step runs as it is.
+    weights: of the model, for directives about them; None = there are none. grammars: what rows with structured outputs
+    are held to.
+    ValueError: an unknown attention backend. MemoryError: no room for the pool.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        attention_backend: str = "auto",
+        rules: ShapeRules | None = None,
+        weights: WeightSet | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        config = model.config
+        cache = CacheShape(config.num_heads, config.num_kv_heads, config.head_dim, num_pages, page_size)
+        self._model = model
+        self._device = device
+        self._page_size = page_size
+        self._kinds = config.attention
+        self._forms = {kind: make_paged(attention_backend, cache, kind) for kind in dict.fromkeys(self._kinds)}
+        form = self._forms[self._kinds[0]]
+        self.attention_backend = self.attention = form.name
+        self._block_size = form.block_size
+        self._weights = weights
+        self.staged: dict[int, Store] = {}
+        """Weights to be loaded, by the ticket of their update: checked, and put here before it is sent."""
+        self.threads: tuple[Thread, ...] = ()
+        self._failed: dict[int, str] = {}
+        self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size), config.vocab_size)
+        self.grammars = grammars or Grammars(None, config.vocab_size, ())
+        self._masks = Masks(self.grammars, config.vocab_size)
+        self._sampler = Sampler(model, self._rows, self._masks, 1)
+        with torch.inference_mode():
+            self._kv = DevicePages(config, num_pages, page_size, dtype, device)
+            self._table = torch.zeros(self._rows.block_table.shape, dtype=torch.int32, device=device)
+            self._last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
+            """Of each slot, and of one that nobody has."""
+            self._results = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=device)
+            """Tokens of a step's rows, then whether their logits were unusable."""
+            blocks = -(-max_num_batched_tokens // self._block_size) + max_num_seqs
+            largest = StepSize(max_num_batched_tokens, max_num_seqs, blocks, max_num_seqs)
+            self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
+            self._staging = Staging(largest.num_words, 2 * max_num_seqs, device)
+            self._largest = largest
+            self.graphs: Graphs | None = None
+            if rules is not None:
+                self.graphs = Graphs(shapes(rules), self._compute_shape, device)
+
+    @property
+    def functions(self) -> Functions:
+        """Where callers put the logits processors that their requests name."""
+        return self._rows.adjustments.functions
+
+    @property
+    def kv_bytes(self) -> int:
+        """Size of the pool of pages."""
+        return self._kv.num_bytes
+
+    # What the loop needs of a device
+
+    def launch(self, plan: StepPlan) -> StepTicket:
+        """Hand the step to the device. What goes wrong before it is there fails the step's rows."""
+        try:
+            return self._launch(plan)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            self.fail(plan.slot, message)
+            return StepTicket.of(failed_output(plan, message))
+
+    def perform(self, directive: Directive) -> Outcome:
+        """Between steps: give memory back, take it again, load weights."""
+        try:
+            with torch.inference_mode():
+                return Outcome(weights=self._perform(directive))
+        except Exception as error:
+            known = error if isinstance(error, PerdureError) else DeviceError(f"{type(error).__name__}: {error}")
+            whole = self._weights is None or self._weights.is_whole
+            return Outcome(Failure.of(known), changed=not whole)
+
+    def check(self, rows: Sequence[DeviceRow]) -> None:
+        """The device's rows, and the host's account of them, are what the core says. Raises AssertionError."""
+        table, last_token = self._table.cpu().numpy(), self._last_token.cpu().numpy()
+        for row in rows:
+            self._rows.check(row)
+            slot = row.settings.slot
+            assert table[slot, : len(row.pages)].tolist() == row.pages, f"slot {slot}: the device has other pages"
+            if row.last_token is not None:
+                assert last_token[slot] == row.last_token, f"slot {slot}: the device holds another last token"
+
+    def close(self) -> None:
+        """Let what was launched end."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def release(self) -> None:
+        """Give the pool's memory and threads back, once nothing will be executed any more."""
+        self._masks.close()
+        self.grammars.close()
+        self.graphs = None
+        self._kv.release()
+
+    @torch.inference_mode()
+    def run_padding(self) -> None:
+        """Run the largest step there can be, without a row: what it takes can be measured."""
+        staged = self._staging.take()
+        StepColumns.on_host(staged.words[: self._largest.num_words], self._largest).pad(len(self._rows.request))
+        staged.copy_to(self._words[: self._largest.num_words])
+        self._compute_size(self._largest)
+        self._staging.give_back(staged)
+
+    def fail(self, slots: Iterable[int], message: str) -> None:
+        """The rows in these slots hold nothing to go on from, until their slot gets another request."""
+        self._failed.update((slot, message) for slot in slots)
+
+    # Directives
+
+    def _perform(self, directive: Directive) -> str:
+        match directive:
+            case Sleep(kv, weights, pages):
+                if weights != "keep":
+                    raise DeviceError(
+                        f"weights={weights!r}: weights cannot be put away on CUDA yet; give weights='keep'"
+                    )
+                if kv == "offload":
+                    self._kv.offload(pages)
+                elif kv == "recompute":
+                    self._kv.release()
+            case Wake(kv, _, pages):
+                if kv:
+                    self._kv.restore(pages)
+            case Clear():
+                self._kv.begin_anew()
+                self._failed.clear()
+            case LoadWeights(ticket):
+                assert self._weights is not None
+                self._weights.load(self.staged.pop(ticket))
+                return self._weights.digest
+        return ""
+
+    # A step
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> StepTicket:
+        for init in plan.row_inits:
+            self._failed.pop(init.slot, None)
+        failed = {row: self._failed[slot] for row, slot in enumerate(plan.slot) if slot in self._failed}
+        whole, plan = plan, without_rows(plan, failed) if failed else plan
+        self._apply(plan)
+        if not plan.slot:
+            return StepTicket.of(with_rows(failed_output(plan, ""), failed, whole))
+
+        step = pack(plan, self._rows, self._page_size, 1)
+        self._rows.advance(step.slots, step.ends)
+        on_device, on_host = self._split_sampled(step)
+        self._masks.begin(self._rows.adjustments.wanted_masks(step.slots[step.sampled[on_host]]))
+        rows = step.sampled[on_device]
+        launched = Launched(plan.step, plan.request, rows, step.slots[rows], step.slots)
+        staged = self._staging.take()
+        try:
+            hidden, logits = self._compute(step, on_device, staged)
+            launched.scores = self._scores(step, on_device, logits)
+            launched.prompt_scores, launched.prompt_entries = self._score_targets(hidden, step, launched.errors)
+            staged.send(self._results, len(on_device))
+            if len(on_host):
+                self._sample_on_host(hidden, step, on_host, launched)
+        except BaseException:
+            self._staging.give_back(staged)
+            raise
+        return StepTicket(self._finish, launched, staged, self._staging, whole, failed)
+
+    def _apply(self, plan: StepPlan) -> None:
+        """The plan's deltas. First of all and whatever happens after: later steps rely on these."""
+        self._rows.apply(plan)
+        if plan.table_slot:
+            entries = to_device([plan.table_slot, plan.table_index, plan.table_page], torch.int32, self._device)
+            self._table[entries[0], entries[1]] = entries[2]
+        if plan.poisoned_pages:
+            self._kv.poison(plan.poisoned_pages)
+        self._kv.clear(plan.fresh_pages)
+        self._kv.copy(plan.copy_from, plan.copy_to, plan.copy_length)
+
+    def _split_sampled(self, step: PackedStep) -> tuple[Ints, Ints]:
+        """Indices into step.sampled: rows that the device samples, and those that the host does."""
+        slots = step.slots[step.sampled]
+        rows, output_index = self._rows, self._rows.output_index(slots, step.ends[step.sampled])
+        asks_scores = rows.num_logprobs[slots] != NO_LOGPROBS
+        for_host = rows.adjustments.touches(slots, output_index)
+        for_host |= asks_scores & (rows.processed_logprobs[slots] | (rows.num_logprobs[slots] < 0))
+        if asks_scores.any():
+            for_host |= np.array([len(rows.listed_ids[slot]) > 0 for slot in slots.tolist()])
+        return np.flatnonzero(~for_host), np.flatnonzero(for_host)
+
+    def _compute(self, step: PackedStep, on_device: Ints, staged: StagedStep) -> tuple[Tensor, Tensor]:
+        """Hidden states of the step's tokens, and logits of the rows that the device samples, which it does."""
+        lengths = np.diff(step.offsets)
+        ones, prompts = np.flatnonzero(lengths == 1), np.flatnonzero(lengths > 1)
+        num_tokens = int(step.offsets[-1])
+        shape = None if self.graphs is None else self.graphs.find(num_tokens, len(prompts), len(ones))
+        if shape is not None and len(ones) > shape.num_decodes:  # the rest goes in the places of prompts
+            prompts = np.concatenate([prompts, ones[shape.num_decodes :]])
+            ones = ones[: shape.num_decodes]
+        blocks = blocks_of(step, prompts, self._block_size)
+        size = StepSize(num_tokens, len(ones), len(blocks), len(on_device)) if shape is None else self._size_of(shape)
+        columns = StepColumns.on_host(staged.words[: size.num_words], size)
+        columns.pad(nobody=len(self._rows.request))
+        columns.fill(step, ones, blocks, self._rows, on_device)
+        staged.copy_to(self._words[: size.num_words])
+        if shape is None or self.graphs is None:
+            return self._compute_size(size)
+        hidden, logits = self.graphs.replay(shape)
+        return hidden, logits[: len(on_device)]
+
+    def _size_of(self, shape: Shape) -> StepSize:
+        """Every row of a shape may be sampled, and the last block of each prompt be a short one."""
+        blocks = -(-(shape.num_tokens - shape.num_decodes) // self._block_size) + shape.num_prompts
+        return StepSize(shape.num_tokens, shape.num_decodes, blocks if shape.num_prompts else 0, shape.num_rows)
+
+    def _compute_shape(self, shape: Shape) -> tuple[Tensor, Tensor]:
+        return self._compute_size(self._size_of(shape))
+
+    def _compute_size(self, size: StepSize) -> tuple[Tensor, Tensor]:
+        """The step whose numbers lie in `self._words`. Waits for nothing and looks at no value."""
+        step = StepColumns.on_device(self._words[: size.num_words], size)
+        rows = PagedRows(self._table, step.index, step.slots, step.at, step.blocks)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache = self._kv.layers[layer]
+            write_kv(k, v, cache, step.write)
+            return self._forms[self._kinds[layer]].run(q, cache, rows)
+
+        tokens = step.tokens
+        sampled_last = self._last_token[(~tokens).clamp_(min=0)]
+        ids = torch.where(tokens >= 0, tokens, sampled_last).long()
+        hidden = self._model.forward(ids, step.positions.long(), attend)
+        logits = self._model.logits(hidden[step.hidden])
+        settings = Settings(
+            temperature=step.temperature,
+            top_k=step.top_k,
+            top_p=step.top_p,
+            min_p=step.min_p,
+            seed_low=step.seed_low,
+            seed_high=step.seed_high,
+            output_index=step.output_index,
+            child=step.child,
+            forced=step.forced,
+            slots=step.sample_slots,
+        )
+        count = size.samples
+        most = len(self._results) // 2
+        draw_tokens(logits, settings, self._results[:count], self._results[most : most + count], self._last_token)
+        return hidden, logits
+
+    # Scores, and rows that the host samples
+
+    def _scores(self, step: PackedStep, on_device: Ints, logits: Tensor) -> PendingScores | None:
+        slots = step.slots[step.sampled[on_device]]
+        asking = np.flatnonzero(self._rows.num_logprobs[slots] != NO_LOGPROBS)
+        if not len(asking):
+            return None
+        ids = self._results[: len(on_device)]
+        if len(asking) < len(on_device):
+            at = to_device(asking.tolist(), torch.int64, self._device)
+            logits, ids = logits[at], ids[at]
+        rows = step.sampled[on_device[asking]]
+        return score(logits, ids, rows, step.ends[rows], self._rows.num_logprobs[slots[asking]])
+
+    def _score_targets(
+        self, hidden: Tensor, step: PackedStep, errors: dict[int, str]
+    ) -> tuple[list[PendingScores], ScoreEntries]:
+        targets = step.targets
+        if not len(targets.row):
+            return [], ScoreEntries()
+        num_top = self._rows.num_prompt_logprobs[step.slots[targets.row]]
+        if num_top.min() < 0:
+            return [], self._sampler.score_targets(hidden, targets, step.slots, errors)
+        parts = range(0, len(targets.row), TARGET_SLICE)
+        slices = [slice(low, low + TARGET_SLICE) for low in parts]
+        return [self._score_part(hidden, targets, num_top, part) for part in slices], ScoreEntries()
+
+    def _score_part(self, hidden: Tensor, targets: Targets, num_top: Ints, part: slice) -> PendingScores:
+        at = to_device([targets.hidden_row[part].tolist(), targets.token[part].tolist()], torch.int64, self._device)
+        logits = self._model.logits(hidden[at[0]])
+        return score(logits, at[1].int(), targets.row[part], targets.position[part], num_top[part])
+
+    def _sample_on_host(self, hidden: Tensor, step: PackedStep, on_host: Ints, launched: Launched) -> None:
+        """What these rows asked is done by the host's forms, on logits that are waited for."""
+        at = step.sampled[on_host]
+        slots, positions = step.slots[at], step.ends[at]
+        rows, tokens, scores = self._sampler.sample(
+            hidden, step.sampled_hidden[on_host], at, slots, positions, launched.errors
+        )
+        self._rows.sampled(step.slots[rows], tokens)
+        pair = to_device([step.slots[rows].tolist(), tokens.tolist()], torch.int32, self._device)
+        self._last_token[pair[0]] = pair[1]
+        launched.host_rows, launched.host_tokens, launched.host_entries = rows, tokens, scores
+
+    def _finish(self, launched: Launched, tokens: Ints, is_bad: np.ndarray) -> StepOutput:
+        """The output of a step that has run."""
+        output, rows = launched.output(tokens, is_bad)
+        # A slot may have another request by now, which this step's result is nothing to.
+        here = self._rows.request[launched.all_slots] == launched.requests
+        good = np.isin(launched.rows, rows) & here[launched.rows]
+        self._rows.last_token[launched.slots[good]] = tokens[good]
+        self._failed.update((int(launched.all_slots[row]), message) for row, message in output.errors if here[row])
+        return output

@@ -1,0 +1,163 @@
+"""A launched step on its way: the memory its numbers went and come back through, and what becomes of them.
+
+- `Staging` holds pinned blocks; a step has one from its launch until its results were taken, so no step overwrites
+  another's numbers that are still being copied.
+- `Launched` is what the host knows of a step, completed by what comes back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from perdure.api.plan import StepOutput, StepPlan
+from perdure.runner.cuda.scores import PendingScores
+from perdure.runner.failed_rows import with_rows
+from perdure.runner.inputs import Ints
+from perdure.runner.sampler import BAD_LOGITS, ScoreEntries
+from perdure.runner.worker import failed_output
+
+NONE: Ints = np.empty(0, np.int64)
+
+
+class StagedStep:
+    """words: the step's numbers, as the host writes them."""
+
+    def __init__(self, num_words: int, num_results: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._words = torch.zeros(num_words, dtype=torch.int32, pin_memory=on_gpu)
+        self._results = torch.zeros(num_results, dtype=torch.int32, pin_memory=on_gpu)
+        self.words = self._words.numpy()
+        self._event = torch.cuda.Event() if on_gpu else None
+        self._count = 0
+
+    def copy_to(self, words: torch.Tensor) -> None:
+        """Have the numbers copied to the device."""
+        words.copy_(self._words[: len(words)], non_blocking=True)
+
+    def send(self, results: torch.Tensor, count: int) -> None:
+        """Have the results of so many rows copied back once they are there, with all that was copied before."""
+        self._count = count
+        if count:
+            self._results.copy_(results, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def receive(self) -> tuple[Ints, np.ndarray]:
+        """Wait for them: tokens, and whether the logits were unusable."""
+        if self._event is not None:
+            self._event.synchronize()
+        most, found = len(self._results) // 2, self._results.numpy()
+        return found[: self._count].astype(np.int64), found[most : most + self._count] != 0
+
+
+class Staging:
+    """Blocks for steps in flight, as many as are needed."""
+
+    def __init__(self, num_words: int, num_results: int, device: torch.device) -> None:
+        self._make = lambda: StagedStep(num_words, num_results, device)
+        self._free = [self._make() for _ in range(2)]
+
+    def take(self) -> StagedStep:
+        return self._free.pop() if self._free else self._make()
+
+    def give_back(self, staged: StagedStep) -> None:
+        self._free.append(staged)
+
+
+@dataclass(slots=True)
+class Launched:
+    """requests: of the plan's rows. rows, slots: of those that the device samples, in the order of its results. host_*:
+    of those that the host sampled at launch. errors: by the plan's row."""
+
+    step: int
+    requests: list[int]
+    rows: Ints
+    slots: Ints
+    all_slots: Ints
+    errors: dict[int, str] = field(default_factory=dict)
+    scores: PendingScores | None = None
+    prompt_scores: list[PendingScores] = field(default_factory=list)
+    prompt_entries: ScoreEntries = field(default_factory=ScoreEntries)
+    host_rows: Ints = field(default_factory=lambda: NONE)
+    host_tokens: Ints = field(default_factory=lambda: NONE)
+    host_entries: ScoreEntries = field(default_factory=ScoreEntries)
+
+    def output(self, tokens: Ints, is_bad: np.ndarray) -> tuple[StepOutput, Ints]:
+        """What came of the step, and which of its rows have a token that the device drew."""
+        errors = self.errors
+        for pending in self.prompt_scores:
+            pending.add_to(self.prompt_entries, errors)
+        errors.update((row, BAD_LOGITS) for row in self.rows[is_bad].tolist())
+        if self.scores is not None:
+            self.scores.add_to(self.host_entries, errors)
+        good = ~is_bad & ~np.isin(self.rows, list(errors)) if errors else ~is_bad
+        rows = np.concatenate([self.rows[good], self.host_rows])
+        drawn = np.concatenate([tokens[good], self.host_tokens])
+        if len(self.host_rows):
+            order = np.argsort(rows, kind="stable")
+            rows, drawn = rows[order], drawn[order]
+        num_sampled = np.zeros(len(self.requests), np.int64)
+        num_sampled[rows] = 1
+        output = StepOutput(
+            step=self.step,
+            num_sampled=num_sampled.tolist(),
+            tokens=drawn.tolist(),
+            records=self.host_entries.columns(errors),
+            prompt_records=self.prompt_entries.columns(errors),
+            errors=sorted(errors.items()),
+        )
+        return output, self.rows[good]
+
+
+Finish = Callable[[Launched, Ints, np.ndarray], StepOutput]
+
+
+class StepTicket:
+    """One launched step (`perdure.runner.base.Ticket`). whole, failed: the plan as it came, and the rows of it that
+    were left out because they had failed."""
+
+    def __init__(
+        self,
+        finish: Finish | None,
+        launched: Launched | None = None,
+        staged: StagedStep | None = None,
+        staging: Staging | None = None,
+        whole: StepPlan | None = None,
+        failed: Mapping[int, str] | None = None,
+    ) -> None:
+        self._finish = finish
+        self._launched = launched
+        self._staged = staged
+        self._staging = staging
+        self._whole = whole
+        self._failed = failed
+        self._lock = threading.Lock()
+        self._output: StepOutput | None = None
+
+    @staticmethod
+    def of(output: StepOutput) -> StepTicket:
+        """Of a step that is known already."""
+        ticket = StepTicket(None)
+        ticket._output = output
+        return ticket
+
+    def wait(self) -> StepOutput:
+        with self._lock:
+            if self._output is None:
+                self._output = self._received()
+            return self._output
+
+    def _received(self) -> StepOutput:
+        assert self._finish and self._launched and self._staged and self._staging and self._whole is not None
+        try:
+            tokens, is_bad = self._staged.receive()
+            output = self._finish(self._launched, tokens, is_bad)
+        except Exception as error:
+            return failed_output(self._whole, f"{type(error).__name__}: {error}")
+        self._staging.give_back(self._staged)
+        return with_rows(output, self._failed, self._whole) if self._failed else output

@@ -1,0 +1,167 @@
+"""Structured outputs without a device: what is refused where it is built, and requests that wait for their grammar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from perdure.api import command as cmd
+from perdure.api import event as ev
+from perdure.api.errors import InvalidValue
+from perdure.api.event import Failure
+from perdure.api.sampling import SamplingParams
+from perdure.api.structured import MAX_BYTES, StructuredOutputsParams
+from tests.core.helpers import Bench, ticket_of
+from tests.witness import witness
+
+DEEP: Any = {"type": "array"}
+for _ in range(100_000):
+    DEEP = {"items": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({}, "none given"),
+        ({"json": "{}", "regex": "a"}, "json and regex given"),
+        ({"json_object": True, "choice": ["a"]}, "choice and json_object given"),
+        ({"json_object": 1}, "structured_outputs.json_object=1 is not a bool"),
+        ({"json": "{", "disable_any_whitespace": None}, "disable_any_whitespace=None is not a bool"),
+        ({"json": '{"type": '}, "structured_outputs.json='{\"type\": ' is no JSON"),
+        ({"json": {"const": float("nan")}}, "is no JSON"),
+        ({"json": {"const": {1, 2}}}, "is no JSON"),
+        ({"json": DEEP}, "is no JSON"),
+        ({"json": "[1, 2]"}, "structured_outputs.json=[1, 2] is no JSON schema"),
+        ({"json": 7}, "structured_outputs.json=7 is neither"),
+        ({"json": {"const": "\ud800"}}, "not valid Unicode"),
+        ({"regex": ""}, "structured_outputs.regex='' is not a non-empty string"),
+        ({"regex": 7}, "structured_outputs.regex=7 is not a non-empty string"),
+        ({"regex": "\udc00"}, "not valid Unicode"),
+        ({"grammar": ""}, "structured_outputs.grammar='' is not a non-empty string"),
+        ({"choice": []}, "structured_outputs.choice=[] leaves nothing"),
+        ({"choice": "yes"}, "structured_outputs.choice='yes' is not a list"),
+        ({"choice": ["yes", ""]}, "choice holds ''"),
+        ({"choice": ["yes", 7]}, "choice holds 7"),
+        (
+            {"regex": "a" * (MAX_BYTES + 1)},
+            f"structured_outputs.regex has {MAX_BYTES + 1} bytes, more than {MAX_BYTES}",
+        ),
+        ({"schema": {}}, "structured_outputs has no field 'schema'; its fields: json, regex"),
+        ("[a-z]+", "structured_outputs='[a-z]+' is neither"),
+    ],
+)
+def test_what_is_wrong_by_itself_is_refused_where_it_is_built(asked: Any, named: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        SamplingParams(structured_outputs=asked)
+    assert named in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def test_forms_that_say_the_same_are_the_same() -> None:
+    """vLLM's form and a plain dictionary; a schema as dictionary and as text; a caller's own objects stay untouched."""
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    one = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)).structured_outputs
+    two = SamplingParams(structured_outputs={"json": schema}).structured_outputs
+    assert one == two and hash(one) == hash(two) and one is not None
+    assert one.text.index('"b"') < one.text.index('"a"'), "the order of properties is that of the output"
+    choices = ["b", "a"]
+    asked = StructuredOutputsParams(choice=choices)
+    choices.append("c")
+    assert asked.choice == ("b", "a") and asked.kind == "choice" and asked.text == '["b", "a"]'
+    anything = StructuredOutputsParams(json_object=True)
+    assert anything.kind == "json" and anything.text == '{"type": "object"}'
+
+
+def test_structured_outputs_and_forced_ids_exclude_each_other() -> None:
+    with pytest.raises(InvalidValue, match="structured_outputs and forced_token_ids"):
+        SamplingParams(structured_outputs={"regex": "a"}, forced_token_ids=[1])
+
+
+# Waiting for a grammar
+
+
+def kinds(bench: Bench, name: str) -> list[str]:
+    return [e.kind for e in bench.events if isinstance(e, ev.Moment) and e.ticket == ticket_of(name)]
+
+
+def submitted(bench: Bench, *names: str) -> None:
+    for name in names:
+        bench.submit(name, [1, 2, 3], max_tokens=3, structured_outputs={"regex": name})
+
+
+def prepared(bench: Bench, name: str, failure: Failure | None = None) -> None:
+    bench.apply(cmd.Prepared(ticket_of(name), failure))
+
+
+def test_one_that_waits_for_its_grammar_holds_up_nobody() -> None:
+    bench = Bench()
+    submitted(bench, "slow", "fast")
+    bench.submit("plain", [4, 5], max_tokens=2)
+    prepared(bench, "fast")
+    bench.run()
+    assert {bench.ended(name).finish_reason for name in ("fast", "plain")} == {"length"}
+    assert kinds(bench, "slow") == ["queued", "held"] and not bench.scheduler.can_act
+    stats = bench.scheduler.stats()
+    assert stats.num_waiting == 1 and stats.num_free_pages == stats.num_pages, "it holds nothing yet"
+    detail = next(e.detail for e in bench.events if isinstance(e, ev.Moment) and e.kind == "held")
+    assert detail == "its grammar"
+    prepared(bench, "slow")
+    bench.run()
+    assert bench.ended("slow").finish_reason == "length"
+    witness("grammar-beside-the-loop", moments=" ".join(kinds(bench, "slow")))
+
+
+def test_one_whose_grammar_cannot_be_compiled_is_refused_alone() -> None:
+    bench = Bench()
+    submitted(bench, "bad", "good")
+    prepared(bench, "bad", Failure("InvalidValue", "why"))
+    assert bench.refused("bad").message == "why" and "bad" not in bench.scheduler.requests.live
+    prepared(bench, "good")
+    prepared(bench, "good")  # whoever has begun does not mind
+    bench.run()
+    assert bench.ended("good").finish_reason == "length"
+    submitted(bench, "bad")  # the id is free
+    assert kinds(bench, "bad")[-1] == "held"
+
+
+def test_aborted_checkpointed_or_drained_while_it_waits() -> None:
+    bench = Bench()
+    submitted(bench, "aborted", "taken", "left")
+    bench.apply(cmd.Abort(request_ids=["aborted"]))
+    assert bench.ended("aborted").finish_reason == "abort"
+    prepared(bench, "aborted", Failure("InvalidValue", "too late"))
+    told = bench.apply(cmd.TakeCheckpoint(90, "taken", end=True))
+    (taken,) = (e.checkpoint for e in told if isinstance(e, ev.Taken))
+    assert taken.status == "waiting" and taken.params.structured_outputs == StructuredOutputsParams(regex="taken")
+    bench.apply(cmd.Submit(taken.as_request("again", ticket_of("again"), False), taken))
+    prepared(bench, "again")
+    bench.run()
+    assert bench.ended("again").finish_reason == "length"
+    told = bench.apply(cmd.Pause(91, "wait"))
+    assert not any(isinstance(e, ev.Done) for e in told), "it waits for one that waits"
+    prepared(bench, "left")
+    bench.run()
+    assert bench.ended("left").finish_reason == "length"
+    assert any(isinstance(e, ev.Done) and e.ticket == 91 for e in bench.events)
+
+
+def test_structured_rows_have_one_step_in_flight_and_end_by_the_models_ids() -> None:
+    """Their neighbour is planned on; `ignore_eos` leaves them their end."""
+    bench = Bench(end_token_ids=tuple(range(16)))
+    bench.submit("held", [1, 2, 3], max_tokens=20, ignore_eos=True, seed=1, structured_outputs={"regex": "a"})
+    bench.submit("free", [1, 2, 3], max_tokens=20, ignore_eos=True)
+    prepared(bench, "held")
+    most = {"held": 0, "free": 0}
+    while bench.scheduler.num_live:
+        for _ in range(3):
+            bench.launch()
+        for state in bench.scheduler.requests.states.values():
+            name = str(state.request.request_id)
+            most[name] = max(most[name], state.in_flight)
+        bench.commit()
+    while bench.in_flight:
+        bench.commit()
+    assert most["held"] == 1 and most["free"] >= 3
+    assert bench.ended("held").finish_reason == "stop" and bench.ended("free").finish_reason == "length"
+    witness("grammar-one-step-in-flight", **most)

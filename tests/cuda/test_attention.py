@@ -1,0 +1,87 @@
+"""Attention over pages in Triton against the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from perdure.ops.attention import AttentionRows, CacheShape, LayerAttention
+from perdure.ops.attention.paged import PagedRows, make_paged
+from perdure.ops.attention.reference import ReferenceAttention
+from tests.cuda.conftest import ON_GPU
+from tests.cuda.helpers import Random, check_close
+
+LENGTHS, STARTS = [1, 1, 1, 70, 5, 1], [130, 0, 64, 60, 3, 17]
+HEADS = [(4, 2, 32), (6, 2, 24), (4, 4, 16)] + ([(16, 8, 128), (8, 1, 256), (32, 8, 80)] if ON_GPU else [])
+KINDS = {"plain": (None, None), "window": (40, None), "cap": (None, 3.0), "both": (33, 5.0)}
+
+
+def blocks_of(offsets, starts, rows, size):
+    """One entry a block, and one of padding."""
+    found = [(0, 0, 0, 0)]
+    for row in rows:
+        for low in range(0, LENGTHS[row], size):
+            found.append((row, offsets[row] + low, starts[row] + low, min(size, LENGTHS[row] - low)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("page_size", "kind"), [(16, kind) for kind in KINDS] + [(4, "plain"), (5, "both"), (256, "plain")]
+)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_against_the_reference(device, dtype, heads, page_size, kind):
+    """Rows of one query and prompts in one batch, over shuffled pages; what is not seen is NaN."""
+    if heads != HEADS[ON_GPU * 3] and (dtype != torch.float32 or page_size != 16 or (kind != "both" and not ON_GPU)):
+        pytest.skip("other types and pages with one size of heads")
+    num_heads, num_kv_heads, dim = heads
+    width = -(-max(s + n for s, n in zip(STARTS, LENGTHS)) // page_size)
+    num_rows, num_pages = len(LENGTHS), len(LENGTHS) * width + 3
+    random = Random(device)
+    shape = CacheShape(num_heads, num_kv_heads, dim, num_pages, page_size)
+    table = random.order(num_pages)[: num_rows * width].view(num_rows, width)
+    cache = random(2, num_kv_heads, num_pages, page_size, dim, dtype=dtype)
+    starts, offsets = np.array(STARTS), np.concatenate([[0], np.cumsum(LENGTHS)])
+    for row, (start, length) in enumerate(zip(STARTS, LENGTHS)):
+        hidden = torch.arange(start + length, width * page_size)
+        cache[:, :, table[row, hidden // page_size], hidden % page_size] = torch.nan
+    q = random(int(offsets[-1]), num_heads, dim, dtype=dtype)
+    layer = LayerAttention(dim**-0.5, *KINDS[kind])
+    right = ReferenceAttention(shape, layer).plan(AttentionRows(offsets, starts, table.numpy())).run(q, cache)
+
+    form = make_paged("triton", shape, layer)
+    ones = [row for row in range(num_rows) if LENGTHS[row] == 1]
+    prompts = [row for row in range(num_rows) if LENGTHS[row] > 1]
+    rows = PagedRows(
+        table.to(device, torch.int32),
+        *(torch.tensor(x, dtype=torch.int32, device=device) for x in (
+            [*offsets[ones], 0], [*ones, 0], [*starts[ones], -1], blocks_of(offsets, starts, prompts, form.block_size),
+        )),
+    )  # fmt: skip
+    check_close(form.run(q, cache, rows), right, dtype)
+    if kind == "plain":
+        slow = make_paged("reference", shape, layer).run(q, cache, rows)
+        assert torch.equal(slow, right)
+
+
+@pytest.mark.parametrize("num_rows", [1, 40, 200])
+def test_splits_of_long_rows(gpu, num_rows):
+    """Alone a row is split into many parts, among many not at all."""
+    random, dim, page_size, length = Random(gpu), 128, 16, 3000
+    width = -(-length // page_size)
+    shape = CacheShape(16, 8, dim, 4 * width, page_size)
+    cache = random(2, 8, 4 * width, page_size, dim, dtype=torch.bfloat16)
+    table = random.order(4 * width).view(4, width)
+    positions = [length - 1 - 37 * row % length for row in range(num_rows)]
+    slots = [row % 4 for row in range(num_rows)]
+    q, layer = random(num_rows, 16, dim, dtype=torch.bfloat16), LayerAttention(dim**-0.5)
+    index = list(range(num_rows))
+    on_gpu = [torch.tensor(x, dtype=torch.int32, device=gpu) for x in (index, slots, positions)]
+    rows = PagedRows(table.to(gpu, torch.int32), *on_gpu, torch.empty(0, 4, dtype=torch.int32, device=gpu))
+    found = make_paged("triton", shape, layer).run(q, cache, rows)
+    right = make_paged("reference", shape, layer).run(q[:8], cache, PagedRows(
+        rows.table, rows.index[:8], rows.slots[:8], rows.positions[:8], rows.blocks
+    ))  # fmt: skip
+    check_close(found[:8], right, torch.bfloat16)
+    assert found.isfinite().all()

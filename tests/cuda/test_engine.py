@@ -1,0 +1,142 @@
+"""Whole requests through the engine on a GPU, in float32, against the engine on a CPU: ids, and scores closely."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from perdure import LLM, SamplingParams
+from perdure.models.tiny import make_tiny, make_tiny_llama
+from tests.engine.helpers import prompt
+from tests.witness import witness
+
+LENGTHS = (5, 17, 33, 48, 16, 31, 64, 9)  # of T11
+PROMPTS = [prompt(length) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+def run(model, device: str, params: SamplingParams | list[SamplingParams], prompts=PROMPTS, **config: Any):
+    """Results, and the engine's stats."""
+    settings = {
+        "dtype": "float32",
+        "enable_prefix_caching": False,
+        "check_integrity": True,
+        "max_num_seqs": 8,
+        **config,
+    }
+    if device == "cuda":
+        settings.setdefault("num_pages", 256)
+    with LLM(str(model), device=device, **settings) as llm:
+        outputs = llm.generate(prompts, params)
+        graphs = getattr(llm._engine.resolved.runner, "graphs", None)
+        replays = 0 if graphs is None else sum(graphs.num_replays.values())
+        return outputs, llm.stats(), replays
+
+
+def check_same(found, right) -> None:
+    for one, two in zip(found, right, strict=True):
+        ours, theirs = one.outputs[0], two.outputs[0]
+        assert one.error is None and ours.token_ids == theirs.token_ids
+        assert (ours.text, ours.finish_reason, ours.stop_reason) == (
+            theirs.text,
+            theirs.finish_reason,
+            theirs.stop_reason,
+        )
+        for scores, others in ((ours.logprobs, theirs.logprobs), (one.prompt_logprobs, two.prompt_logprobs)):
+            assert (scores is None) == (others is None)
+            if scores is not None:
+                assert list(scores.num_top) == list(others.num_top) and list(scores.top_ids) == list(others.top_ids)
+                assert list(scores.rank) == list(others.rank)
+                for name in ("chosen", "top_scores"):
+                    ours_scores, their_scores = torch.tensor(getattr(scores, name)), torch.tensor(getattr(others, name))
+                    torch.testing.assert_close(ours_scores, their_scores, atol=2e-4, rtol=1e-5, equal_nan=True)
+
+
+SETTINGS = {
+    "greedy": {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
+    "seeded": {"temperature": 0.9, "seed": 42, "top_p": 0.95, "top_k": 40, "logprobs": 0},
+    "everything": {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "presence_penalty": 0.3, "min_p": 0.01,
+                   "frequency_penalty": 0.2, "logit_bias": {5: 3.0, 77: -5.0}, "bad_words": [], "min_tokens": 9,
+                   "logprobs": 2, "logprob_token_ids": [3, 9]},
+    "processed": {"temperature": 0.7, "seed": 3, "top_k": 4, "logprobs": 4, "logprobs_mode": "processed"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_T11_under_pressure(gpu, model, name, depth):
+    """Eight requests in a pool of ten pages and in a roomy one; on a CPU roomy."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True, **SETTINGS[name])
+    right, _, _ = run(model, "cpu", params)
+    found, stats, _ = run(
+        model, "cuda", params, num_pages=10, paused_pages=2, max_num_batched_tokens=32, steps_in_flight=depth
+    )
+    check_same(found, right)
+    roomy, _, replays = run(model, "cuda", params, steps_in_flight=depth)
+    check_same(roomy, right)
+    witness("T11", evictions=stats.num_evictions, pauses=stats.num_pauses, replays=replays, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "graphs", [{"num_cuda_graphs": 0}, {"cuda_graph_mixed_prefill": 4, "cuda_graph_max_tokens": 128}]
+)
+def test_eager_and_mixed_graphs(gpu, model, graphs):
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.9, seed=1, logprobs=0, prompt_logprobs=0)
+    right, _, _ = run(model, "cpu", params, max_num_batched_tokens=48)
+    found, _, replays = run(model, "cuda", params, max_num_batched_tokens=48, **graphs)
+    check_same(found, right)
+    assert (replays > 0) == ("num_cuda_graphs" not in graphs)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3"])
+def test_families(gpu, tmp_path, family):
+    model = make_tiny(family, tmp_path / family)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0, logprobs=0)
+    right, _, _ = run(model, "cpu", params)
+    found, _, replays = run(model, "cuda", params)
+    check_same(found, right)
+    assert replays > 0
+
+
+def test_T45_neighbours(gpu, model):
+    """A seeded request alone, first among seven, and last."""
+    mine = SamplingParams(max_tokens=32, ignore_eos=True, seed=42)
+    others = [SamplingParams(max_tokens=20 + i, ignore_eos=True, seed=i) for i in range(7)]
+    alone, _, _ = run(model, "cuda", mine, prompts=PROMPTS[:1])
+    first, _, _ = run(model, "cuda", [mine, *others])
+    last, _, _ = run(model, "cuda", [*others, mine], prompts=[*PROMPTS[1:], PROMPTS[0]])
+    assert alone[0].outputs[0].token_ids == first[0].outputs[0].token_ids == last[-1].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+def test_T61_suspend(gpu, model, mode):
+    """Suspended in the midst of it; the pool's memory is away meanwhile, and a graph replays after."""
+    params = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0.9, seed=5, logprobs=0, prompt_logprobs=1)
+    right, _, _ = run(model, "cpu", params)
+    with LLM(str(model), device="cuda", dtype="float32", num_pages=20000, max_num_seqs=8, check_integrity=True) as llm:
+        call = llm._engine
+        runner = call.resolved.runner
+        at = runner._kv.layers[0].data_ptr()
+        done: list[Any] = []
+        thread = threading.Thread(target=lambda: done.extend(llm.generate(PROMPTS, params)))
+        thread.start()
+        while llm.stats().num_generated_tokens < 100:
+            time.sleep(0.001)
+        free = torch.cuda.mem_get_info()[0]
+        llm.suspend(kv=mode)
+        returned = torch.cuda.mem_get_info()[0] - free
+        before = sum(runner.graphs.num_replays.values())
+        llm.resume()
+        thread.join()
+        assert runner._kv.layers[0].data_ptr() == at
+        check_same(done, right)
+        assert (returned > 0.9 * runner.kv_bytes) == (mode != "persist")
+        witness("T61", mode=mode, pool=runner.kv_bytes, replays=sum(runner.graphs.num_replays.values()) - before)

@@ -1,0 +1,72 @@
+"""Norms, activations and rotary positions in Triton against torch's forms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from perdure.ops import activation, norm, rope
+from perdure.ops.triton import pages, rows
+from tests.cuda.helpers import Random, check_close
+
+
+@pytest.mark.parametrize("width", [96, 576])
+def test_norms(device, dtype, width):
+    random = Random(device)
+    x, y, w = random(5, width, dtype=dtype), random(5, width, dtype=dtype), random(width, dtype=dtype)
+    check_close(rows.rms_norm(x, w, 1e-5), norm.rms_norm(x, w, 1e-5), dtype)
+    check_close(rows.rms_norm_once(x, w.float(), 1e-5), norm.rms_norm_once(x, w.float(), 1e-5), dtype)
+    total, normed = rows.add_norm(x, y, w, 1e-5)
+    assert torch.equal(total, x + y)
+    check_close(normed, norm.rms_norm(x + y, w, 1e-5), dtype)
+
+
+@pytest.mark.parametrize("heads", [1, 6])
+def test_norms_of_heads_that_lie_among_others(device, dtype, heads):
+    random = Random(device)
+    x, w = random(5, 10, 32, dtype=dtype)[:, :heads], random(heads, 32, dtype=dtype)
+    check_close(rows.rms_norm(x, w, 1e-6), norm.rms_norm(x, w, 1e-6), dtype)
+    check_close(rows.rms_norm(x, w[0], 1e-6), norm.rms_norm(x, w[0], 1e-6), dtype)
+
+
+def test_activations(device, dtype):
+    gate_up = Random(device)(5, 2 * 1100, dtype=dtype) * 3
+    check_close(rows.silu_mul(gate_up), activation.silu_mul(gate_up), dtype)
+    check_close(rows.gelu_tanh_mul(gate_up), activation.gelu_tanh_mul(gate_up), dtype)
+
+
+@pytest.mark.parametrize("turning", [32, 24])
+def test_rotary_positions_of_a_whole_head_and_of_a_part(device, dtype, turning):
+    x = Random(device)(5, 10, 32, dtype=dtype)[:, :6]
+    table = rope.rotary_table(rope.inverse_frequencies(turning, 1e4).to(device), 64)
+    turn = rope.rotations(table, torch.tensor([3, 0, 9, 60, 5], device=device), dtype)
+    check_close(rows.rotate(x, *turn), rope.rotate(x, *turn), dtype)
+
+
+def test_nothing_is_done_to_no_rows(device):
+    none = torch.empty(0, 64, device=device)
+    assert rows.rms_norm(none, none.new_ones(64), 1e-5).shape == (0, 64)
+    assert rows.silu_mul(none).shape == (0, 32)
+    assert rows.rotate(none.view(0, 2, 32), none[:, None, :32], none[:, None, :32]).shape == (0, 2, 32)
+
+
+def test_pages_are_filled_and_no_other(device, dtype):
+    pool = Random(device)(2, 2, 3, 7, 4, 24, dtype=dtype)
+    right = pool.clone()
+    pages.fill_pages(pool, torch.tensor([1, 5], dtype=torch.int32, device=device), 0.0)
+    right[:, :, :, [1, 5]] = 0
+    assert torch.equal(pool, right)
+    pages.fill_pages(pool, torch.tensor([2], dtype=torch.int32, device=device), torch.nan)
+    assert pool[:, :, :, 2].isnan().all() and torch.equal(pool[:, :, :, :2], right[:, :, :, :2])
+
+
+def test_keys_and_values_go_where_they_belong_and_padding_nowhere(device, dtype):
+    random = Random(device)
+    qkv, cache = random(5, 10, 24, dtype=dtype), random(2, 3, 7, 4, 24, dtype=dtype)
+    keys, values, right = qkv[:, 4:7], qkv[:, 7:], cache.clone()
+    slots = [0, 9, -1, 27, 2]
+    pages.write_kv(keys, values, cache, torch.tensor(slots, dtype=torch.int32, device=device))
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            right[0, :, slot // 4, slot % 4], right[1, :, slot // 4, slot % 4] = keys[row], values[row]
+    assert torch.equal(cache, right)

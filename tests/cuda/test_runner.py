@@ -1,0 +1,164 @@
+"""The runner for CUDA against the one for a CPU, on the same plans: chunks, neighbours, scores, graphs and padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from perdure.api.plan import StepOutput
+from perdure.models.base import Weights, joined_shape
+from perdure.models.llama import LlamaModel, parameters
+from perdure.ops.kernels import triton_kernels
+from perdure.runner.cuda.runner import CudaRunner
+from perdure.runner.shapes import ShapeRules
+from tests.cuda.conftest import ON_GPU
+from tests.runner.plans import CONFIG, Driver, Row, entries, prompt, tiny_model
+from tests.witness import witness
+
+NUM_DECODES = 20 if ON_GPU else 1
+GRAPHS = ShapeRules(8, 120, 128, 4, "hybrid", 64, 2)
+
+
+class CudaDriver(Driver):
+    """Plans for `CudaRunner` over the same weights."""
+
+    def __init__(self, device: torch.device, *, rules: ShapeRules | None = None, backend: str = "auto") -> None:
+        super().__init__(tiny_model())
+        self.runner.release()
+        generator = torch.Generator().manual_seed(0)
+        weights = {}
+        for name, parts in parameters(CONFIG).items():
+            shape = joined_shape(parts)
+            scale = shape[-1] ** -0.5 * (4 if name == "head.weight" else 1)
+            w = torch.ones(shape) if "norm" in name else torch.randn(shape, generator=generator) * scale
+            weights[name] = w.to(device)
+        self.device = CudaRunner(
+            LlamaModel(CONFIG, Weights(weights), triton_kernels()),
+            num_pages=8 * self.pages_per_slot,
+            page_size=4,
+            max_num_seqs=8,
+            max_model_len=120,
+            max_num_batched_tokens=128,
+            device=device,
+            dtype=torch.float32,
+            attention_backend=backend,
+            rules=rules,
+        )
+
+    def run(self, *rows: Row) -> StepOutput:
+        return self.device.launch(self.plan(*rows)).wait()
+
+
+def life(driver: Driver) -> list[StepOutput]:
+    """Four rows: greedy; seeded with scores, its prompt in chunks; top-k with prompt scores; held back and scored."""
+    prompts = [prompt(length) for length in (5, 33, 9, 6)]
+    driver.admit(0, 5)
+    driver.admit(1, 33, temperature=0.8, top_p=0.95, seed=7, num_logprobs=3)
+    driver.admit(2, 9, temperature=1.0, top_k=9, seed=2**40 + 5, num_prompt_logprobs=2)
+    driver.admit(3, 6, min_tokens=2, masked_ids=(3, 5, 7), num_logprobs=0)
+    outputs = [
+        driver.run(
+            Row(0, prompts[0]),
+            Row(1, prompts[1][:20], sample=False),
+            Row(2, prompts[2], targets=prompts[2][1:], target_start=1),
+            Row(3, prompts[3]),
+        ),
+        driver.run(Row(0), Row(2), Row(1, prompts[1][20:], start=20), Row(3)),
+    ]
+    return outputs + [driver.run(Row(0), Row(1), Row(2), Row(3)) for _ in range(NUM_DECODES)]
+
+
+def check_equal(found: StepOutput, right: StepOutput) -> None:
+    assert (found.tokens, found.num_sampled, found.errors) == (right.tokens, right.num_sampled, right.errors)
+    for one, two in ((found.records, right.records), (found.prompt_records, right.prompt_records)):
+        ours, theirs = entries(one), entries(two)
+        assert len(ours) == len(theirs)
+        for (*where, chosen, rank, top), (*there, score, place, best) in zip(ours, theirs):
+            assert (where, rank) == (there, place) and abs(chosen - score) <= 1e-4
+            assert [i for i, _ in top] == [i for i, _ in best]
+            assert all(abs(x - y) <= 1e-4 for (_, x), (_, y) in zip(top, best))
+
+
+FORMS: dict[str, dict[str, Any]] = {"eager": {}, "graphs": {"rules": GRAPHS}, "reference": {"backend": "reference"}}
+
+
+@pytest.fixture(scope="module")
+def right():
+    return life(Driver(tiny_model()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_life_as_on_a_cpu(device, right, form):
+    if not ON_GPU and form == "eager":
+        pytest.skip("the interpreter runs the padded shapes eagerly")
+    driver = CudaDriver(device, **FORMS[form])
+    for found, expected in zip(life(driver), right, strict=True):
+        check_equal(found, expected)
+    if driver.device.graphs is not None:
+        replays = {str(shape.num_tokens): n for shape, n in driver.device.graphs.num_replays.items() if n}
+        assert replays["4"] == NUM_DECODES
+        witness("feat-cuda-graph", replays=replays, shapes=[shape.num_tokens for shape in driver.device.graphs.shapes])
+
+
+def test_T59_padding_writes_nowhere(gpu):
+    """Three rows in a graph of four, many times: no page outside the three rows' changes, and no row of nobody's."""
+    driver = CudaDriver(gpu, rules=ShapeRules(8, 120, 128, 4, "linear", 8))
+    ids = [prompt(length) for length in (5, 7, 9)]
+    for slot in range(3):
+        driver.admit(slot, len(ids[slot]))
+    plan = driver.plan(*(Row(slot, ids[slot]) for slot in range(3)))
+    mine = {*plan.table_page}
+    driver.device.launch(plan).wait()
+    pool = driver.device._kv._pool
+    others = [page for page in range(pool.shape[3]) if page not in mine]
+    with torch.inference_mode():
+        pool[:, :, :, others] = torch.randn(pool[:, :, :, others].shape).to(gpu)
+        driver.device._table[:, driver.pages_per_slot - 2 :] = others[0]  # what nobody should follow
+    before = pool[:, :, :, others].clone()
+    count = 20
+    for _ in range(count):
+        driver.run(Row(0), Row(1), Row(2))
+    assert torch.equal(pool[:, :, :, others], before)
+    assert driver.device.graphs is not None
+    witness("T59", pages_outside=len(others), replays=sum(driver.device.graphs.num_replays.values()))
+
+
+def test_a_row_with_unusable_logits_fails_alone(device):
+    driver = CudaDriver(device)
+    ids = [prompt(length) for length in (5, 6)]
+    for slot in range(2):
+        driver.admit(slot, len(ids[slot]))
+    plan = driver.plan(Row(0, ids[0], sample=False), Row(1, ids[1]))
+    driver.device.launch(plan).wait()
+    with torch.inference_mode():
+        driver.device._kv._pool[:, :, :, plan.table_page[0]] = torch.nan
+    found = driver.device.launch(driver.plan(Row(0, ids[0][:1], start=5), Row(1))).wait()
+    assert [row for row, _ in found.errors] == [0] and found.num_sampled == [0, 1]
+    later = driver.run(Row(0), Row(1))
+    assert [row for row, _ in later.errors] == [0] and later.num_sampled == [0, 1]
+
+
+def test_two_steps_in_flight(gpu, right):
+    """Results are taken one step late, in order, and are the same."""
+    driver = CudaDriver(gpu)
+    ids = prompt(5)
+    driver.admit(0, 5)
+    tickets = [driver.device.launch(driver.plan(Row(0, ids)))]
+    found = []
+    for _ in range(NUM_DECODES + 1):
+        tickets.append(driver.device.launch(driver.plan(Row(0))))
+        found += tickets.pop(0).wait().tokens
+    assert found == [output.tokens[0] for output in right[: NUM_DECODES + 1]]
+
+
+def test_a_step_that_cannot_be_launched_fails_its_rows_and_no_other(device):
+    driver = CudaDriver(device)
+    driver.admit(0, 5)
+    wrong = driver.plan(Row(0, prompt(5)))
+    wrong.request[0] += 1
+    output = driver.device.launch(wrong).wait()
+    assert [row for row, _ in output.errors] == [0] and "AssertionError" in output.errors[0][1]
+    driver.admit(1, 6)
+    assert driver.run(Row(1, prompt(6))).num_sampled == [1]
