@@ -26,11 +26,12 @@ class Graphs:
         self.shapes = sorted(shapes, reverse=True)
         self.num_replays = dict.fromkeys(self.shapes, 0)
         self._captured: dict[Shape, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
-        if device.type == "cuda":
-            self.capture()
+        self.capture()
 
     def capture(self) -> None:
         """Capture every shape, or capture it anew."""
+        if self._device.type != "cuda":
+            return
         self._captured.clear()
         pool = None
         for shape in self.shapes:
