@@ -6,7 +6,8 @@
   prompts of 128, 512, 1,024 ids in the shape of Llama-3.1-8B, with 512, 256, 256 new tokens; a step of decoding is the
   whole job less the same prompts with one new token, shared out.
 - All draw at temperature 0.6, do not stop at end ids, read no cached prefix and take and give ids.
-- tests: what tests/cuda shows, a row or case a line. parity: logits of a small model in float32 and bfloat16 against transformers on the same device.
+- tests: what tests/cuda shows, a row or case a line. parity: logits of a small model in float32 and bfloat16 against
+  transformers on the same device.
 """
 
 from __future__ import annotations
