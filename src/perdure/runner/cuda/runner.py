@@ -103,7 +103,7 @@ class CudaRunner:
             self._largest = largest
             self.graphs: Graphs | None = None
             if rules is not None:
-                self.graphs = Graphs(shapes(rules), self._compute_shape, device)
+                self.graphs = Graphs(shapes(rules), self._pad_shape, self._compute_shape, device)
 
     @property
     def functions(self) -> Functions:
@@ -170,11 +170,17 @@ class CudaRunner:
     @torch.inference_mode()
     def run_padding(self) -> None:
         """Run the largest step there can be, without a row: what it takes can be measured."""
-        staged = self._staging.take()
-        StepColumns.on_host(staged.words[: self._largest.num_words], self._largest).pad(len(self._rows.request))
-        staged.copy_to(self._words[: self._largest.num_words])
+        self._pad(self._largest)
         self._compute_size(self._largest)
-        self._staging.give_back(staged)
+
+    def _pad_shape(self, shape: Shape) -> None:
+        self._pad(self._size_of(shape))
+
+    def _pad(self, size: StepSize) -> None:
+        """Put a step without a row in place."""
+        words = torch.zeros(size.num_words, dtype=torch.int32)
+        StepColumns.on_host(words.numpy(), size).pad(nobody=len(self._rows.request))
+        self._words[: size.num_words].copy_(words)
 
     def fail(self, slots: Iterable[int], message: str) -> None:
         """The rows in these slots hold nothing to go on from, until their slot gets another request."""
