@@ -7,6 +7,7 @@ import perdure
 PUBLIC = {
     "LLM": "perdure.engine.llm",
     "AsyncLLM": "perdure.engine.async_llm",
+    "Client": "perdure.engine.client",
     "SamplingParams": "perdure.api.sampling",
     "StructuredOutputsParams": "perdure.api.structured",
     "RequestOutput": "perdure.api.output",
@@ -23,6 +24,7 @@ PUBLIC = {
     "QueueFull": "perdure.api.errors",
     "EngineDead": "perdure.api.errors",
     "StepFailed": "perdure.api.errors",
+    "ReplicaLost": "perdure.api.errors",
     "JournalError": "perdure.api.errors",
 }
 

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "Client",
     "SamplingParams",
     "StructuredOutputsParams",
     "RequestOutput",
@@ -27,6 +28,7 @@ __all__ = [
     "QueueFull",
     "EngineDead",
     "StepFailed",
+    "ReplicaLost",
     "JournalError",
     "__version__",
 ]
@@ -35,6 +37,7 @@ __all__ = [
 _HOMES = {
     "LLM": "perdure.engine.llm",
     "AsyncLLM": "perdure.engine.async_llm",
+    "Client": "perdure.engine.client",
     "SamplingParams": "perdure.api.sampling",
     "StructuredOutputsParams": "perdure.api.structured",
     "RequestOutput": "perdure.api.output",
@@ -51,6 +54,7 @@ _HOMES = {
     "QueueFull": "perdure.api.errors",
     "EngineDead": "perdure.api.errors",
     "StepFailed": "perdure.api.errors",
+    "ReplicaLost": "perdure.api.errors",
     "JournalError": "perdure.api.errors",
 }
 
@@ -67,6 +71,7 @@ if TYPE_CHECKING:
         ModelNotFound,
         PerdureError,
         QueueFull,
+        ReplicaLost,
         StateError,
         StepFailed,
     )
@@ -74,6 +79,7 @@ if TYPE_CHECKING:
     from perdure.api.sampling import SamplingParams
     from perdure.api.structured import StructuredOutputsParams
     from perdure.engine.async_llm import AsyncLLM
+    from perdure.engine.client import Client
     from perdure.engine.llm import LLM
     from perdure.trace.trace import Trace
 else:

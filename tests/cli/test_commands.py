@@ -57,6 +57,19 @@ def test_generate_json(perdure, tiny, expected):
     assert set(plain) == {"request_id", "text", "token_ids", "finish_reason", "stop_reason"}
 
 
+def test_generate_several_samples(perdure, tiny):
+    drawn = ("--n", "3", "--max-tokens", "8", "--model", tiny)
+    with LLM(str(tiny)) as llm:
+        samples = llm.generate("Hello", SamplingParams(n=3, max_tokens=8))[0].outputs
+    done = perdure("generate", "Hello", *drawn)
+    assert done.out == "\n".join(f"==> sample {at + 1} <==\n{one.text}\n" for at, one in enumerate(samples))
+    assert " 24 new tokens" in done.err
+    lines = [json.loads(line) for line in perdure("generate", "Hello", "--json", *drawn).out.splitlines()]
+    assert [(line["index"], line["token_ids"]) for line in lines] == [(one.index, one.token_ids) for one in samples]
+    wrong = perdure("generate", "Hello", "--n", "0", "--model", tiny)
+    assert wrong.code == 2 and "n=0 is below its least value 1" in wrong.err
+
+
 def test_generate_stops_at_a_string(perdure, tiny, expected):
     stop = expected[0].text[4:6]
     before = expected[0].text.split(stop)[0]

@@ -12,6 +12,14 @@ from perdure.api.errors import InvalidValue
 from perdure.api.sampling import SamplingParams
 
 WRONG: list[dict[str, Any]] = [
+    {"n": 0},
+    {"n": -1},
+    {"n": True},
+    {"n": "2"},
+    {"n": 2.0},
+    {"n": None},
+    {"n": 2**14 + 1},
+    {"n": 2, "max_tokens": 0},
     {"max_tokens": -1},
     {"max_tokens": "5"},
     {"max_tokens": 1.5},

@@ -207,7 +207,7 @@ def test_smollm2_with_an_eviction_in_the_middle(smollm2_path: Path, alone: Reque
         assert llm.tokenizer is not None
         ids = llm.tokenizer.encode(TEXT)
         evictions = Evictions(llm)
-        _, output = llm.generate([ids[:17], ids], [settings(max_tokens=14), SHORT])
+        _, output = llm.generate([ids[1:18], ids], [settings(max_tokens=14), SHORT])
         witness("bitwise-smollm2", num_evictions=pressure(output)[0], num_output_then=evictions.num_output[len(ids)])
         check_empty(llm._engine)
         assert all(0 < count < 10 for count in evictions.num_output[len(ids)])

@@ -145,6 +145,37 @@ FAULTS = {
         "            self._stop_waiting(pin)\n            self._pool.release(pin.pages)\n",
         "            self._stop_waiting(pin)\n",
     ),
+    "a_child_that_draws_as_the_first": ("core/draft.py", 1, "        child=state.child,\n", ""),
+    "a_copy_one_position_too_long": (
+        "core/draft.py",
+        1,
+        "plan.copy_length.append(fork.num_copied)",
+        "plan.copy_length.append(fork.num_copied + 1)",
+    ),
+    "a_prompt_shared_before_it_is_committed": (
+        "core/group.py",
+        2,
+        "return child.num_computed >= child.prompt_length - 1",
+        "return child.num_planned >= child.prompt_length - 1",
+    ),
+    "children_held_back_by_nobody": (
+        "core/requests.py",
+        1,
+        "        self.forget_if_done(state)\n        self._let_in(group)\n",
+        "        self.forget_if_done(state)\n",
+    ),
+    "a_fork_that_forgets_its_sibling_is_of_other_weights": (
+        "core/prefix_cache.py",
+        2,
+        "state.exact = state.exact and sibling.exact",
+        "pass",
+    ),
+    "prompt_scores_forgotten_though_a_child_has_output": (
+        "core/group.py",
+        1,
+        "if self.residents or self.has_output:",
+        "if self.residents:",
+    ),
     "in_flight_kv_that_survives_other_weights": (
         "core/requests.py",
         1,

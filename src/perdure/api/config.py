@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -15,6 +15,8 @@ from perdure.api.fingerprint import Fingerprint
 from perdure.api.sampling import LogprobsMode
 
 OnMismatch = Literal["continue", "refuse"]
+RoutingPolicy = Literal["round_robin", "load_balanced", "longest_prefix", "first_prefix_block"]
+OnReplicaLoss = Literal["resume", "fail"]
 
 
 class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +67,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bitwise results whatever the schedule; None = on a CPU, and not on CUDA, which has no such forms
     yet. on_mismatch: whether a
     checkpoint whose bits come from another kind of engine goes on, with `exact=False` in its result, or is refused.
+    data_parallel_size: how many engines, each in a process of its own, behind one coordinator; what follows is for
+    that one. routing_policy: by turns, by load, or by who was sent the beginning of the prompt, wholly or its
+    first page. routing_alpha: what load counts against a prefix (0: nothing). affinity_ttl: seconds after which a
+    prefix that was sent counts no more. on_replica_loss: whether the requests of a replica that is lost go on at
+    others or fail. replica_wait_s: how long requests wait where no replica serves. blocking_collectives: whether
+    replicas compute nothing between the two phases of an order that all must agree on.
     paused_pages: how many pages requests that wait for one may keep together, others are evicted and computed again;
     None = a tenth of the pool. admit_beside_paused: False = while a request waits so, no other is taken in.
     gpu_memory_utilization: how much of the device's memory all of it may take, as a part; what weights and a step
@@ -114,6 +122,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     journal: str | None = None
     check_integrity: bool = False
     poison_free_pages: bool = False
+    data_parallel_size: int = 1
+    routing_policy: RoutingPolicy = "longest_prefix"
+    routing_alpha: float = 0.5
+    affinity_ttl: float = 300.0
+    on_replica_loss: OnReplicaLoss = "resume"
+    replica_wait_s: float = 60.0
+    blocking_collectives: bool = False
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -140,6 +155,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("attention_backend", "linear_backend"):
             if self.batch_invariant is not False and self.device != "cuda" and getattr(self, name) == "plain":
                 raise InvalidValue(f"{name}='plain' is not batch invariant: it needs batch_invariant=False")
+        for name, most in _SECONDS_AND_WEIGHTS:
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= most:
+                raise InvalidValue(f"{name}={number!r} is no number from 0 to {most:g}")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise InvalidValue(f"gpu_memory_utilization={share!r} is no part: above 0, up to 1")
@@ -198,7 +217,9 @@ _RANGES: tuple[tuple[str, int, int | None], ...] = (
     ("cuda_graph_max_tokens", 1, None),
     ("cuda_graph_mixed_prefill", 0, None),
     ("max_num_waiting", 1, None),
+    ("data_parallel_size", 1, 65536),
 )
+_SECONDS_AND_WEIGHTS = (("routing_alpha", 1e6), ("affinity_ttl", 1e9), ("replica_wait_s", 1e9))
 _TEXTS = ("model", "tokenizer", "journal")
 _BOOLEANS = (
     "admit_beside_paused",
@@ -209,6 +230,7 @@ _BOOLEANS = (
     "progress",
     "check_integrity",
     "poison_free_pages",
+    "blocking_collectives",
 )
 _OPTIONAL = (
     "max_model_len",
@@ -230,6 +252,8 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention_backend", ("auto", "native", "tiled", "plain", "triton", "reference")),
     ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),
     ("quantization", ("gguf",)),
+    ("routing_policy", get_args(RoutingPolicy)),
+    ("on_replica_loss", get_args(OnReplicaLoss)),
     ("cuda_graph_sizing", ("exponential", "linear", "hybrid")),
 )
 _ON_CUDA: tuple[tuple[str, tuple[str | None, ...]], ...] = (

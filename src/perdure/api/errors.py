@@ -55,6 +55,10 @@ class EngineDead(PerdureError, RuntimeError):
     """The engine met a fault it cannot recover from; it stays dead and says why."""
 
 
+class ReplicaLost(PerdureError, RuntimeError):
+    """The replica that computed this request is gone, and none took its place (`on_replica_loss`, `replica_wait_s`)."""
+
+
 class JournalError(PerdureError, ValueError):
     """The file is no journal, a damaged one, or a replay went another way."""
 

@@ -2,6 +2,7 @@
 
 A request gets any number of `Moment` and `Progress` and one `Ended`; or `Refused`, before any `Progress`. One with
 n > 1 gets these for each of its children, who share the ticket (`child` says whose an event is), and `Refused` once.
+A routed one also gets `Admitted`, and `PromptScored` if its prompt's scores were asked.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from perdure.api.ending import FinishReason as FinishReason
 from perdure.api.ending import StopMatch as StopMatch
 from perdure.api.moment import MomentKind
 from perdure.api.request import RequestId
+from perdure.api.sampling import LogprobsMode
 from perdure.api.scores import TokenScores
 
 
@@ -47,6 +49,22 @@ class Refused(msgspec.Struct, frozen=True):
     ticket: int
     request_id: RequestId
     failure: Failure
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """A routed request was taken in, and this is what was resolved for it."""
+
+    ticket: int
+    seed: int
+    max_output: int
+    logprobs_mode: LogprobsMode
+
+
+class PromptScored(msgspec.Struct, frozen=True):
+    """The scores of a routed request's prompt, all of them; told before its first token."""
+
+    ticket: int
+    scores: TokenScores
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -102,4 +120,4 @@ class Done(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-Event = Refused | Progress | Moment | Ended | Taken | Done
+Event = Refused | Admitted | PromptScored | Progress | Moment | Ended | Taken | Done

@@ -31,6 +31,7 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "prompt": Policy("kept", "sent", "prompt"),  # only if return_prompt
         "stream": Policy("no", "sent"),
         "cache_salt": Policy("kept", "sent"),
+        "routed": Policy("no", "sent"),
     },
     "SamplingParams": {
         "n": Policy("kept", "sent", "outputs.index"),

@@ -26,7 +26,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
     ticket: the submitter's own number; every event of this request carries it, so that events find the one call that
     submitted it. stream: whether progress is reported before the end. cache_salt: cached prefixes are shared among
-    requests of one salt, and with no others.
+    requests of one salt, and with no others. routed: whether what admission resolved, and the scores of the prompt, are
+    told as soon as they are known, for a coordinator that may have to go on elsewhere.
     """
 
     request_id: RequestId
@@ -36,6 +37,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     prompt: str | None = None
     stream: bool = False
     cache_salt: str | None = None
+    routed: bool = False
 
     def __post_init__(self) -> None:
         check_salt(self.cache_salt)

@@ -73,6 +73,7 @@ class Committing:
             return
         if first == state.prompt_length:
             requests.note(state, "first_token")
+            self._tell_prompt_scores(state)
         self._cut(state, state.prompt_length + state.stops.max_output)  # before a stop that lies beyond it can count
         try:
             stop = state.stops.first_stop(state.tokens, first)
@@ -88,6 +89,14 @@ class Committing:
             requests.end(state, Ending("length"))
         elif state.request.stream:
             self._report(state, first)
+
+    def _tell_prompt_scores(self, state: RequestState) -> None:
+        """At the first token of the request, whichever child's that is."""
+        group = state.group
+        if not group.request.routed or group.prompt_scores is None:
+            return
+        if not any(other.num_output for other in group.children if other is not state):
+            self._requests.events.append(ev.PromptScored(group.request.ticket, group.prompt_scores.copy()))
 
     def _cut(self, state: RequestState, end: int) -> None:
         """Drop what a step gave beyond the request's end."""

@@ -86,6 +86,9 @@ class Scheduler:
             self.requests.events.append(ev.Refused(request.ticket, request.request_id, Failure.of(error)))
             return
         self.requests.add(group)
+        if request.routed:
+            resolved = ev.Admitted(request.ticket, group.seed, group.children[0].stops.max_output, group.logprobs_mode)
+            self.requests.events.append(resolved)
         if not group.waits_for or group.ends_at_once:
             self._begin(group)
             return

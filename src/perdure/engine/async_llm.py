@@ -21,13 +21,16 @@ from perdure.api.event import Event
 from perdure.api.output import RequestOutput, Stats
 from perdure.api.request import Request, RequestId
 from perdure.api.sampling import SamplingParams
+from perdure.coordinator.wire import read_secret
 from perdure.engine.chat_template import Messages, Tools
 from perdure.engine.conversation import laid_out
-from perdure.engine.engine import Engine
+from perdure.engine.desk import Desk
 from perdure.engine.handle import REFUSALS, Arrivals, refused_output
 from perdure.engine.pinned import AsyncPinnedPrefix
 from perdure.engine.prompts import Prompt, params_for, submission
+from perdure.engine.remote import PATIENCE_S, RemoteEngine
 from perdure.engine.scoring import SCORING, Scoring
+from perdure.engine.start import start
 from perdure.engine.text import StreamBuilder, build_completion, build_output
 from perdure.engine.tokenizer import Tokenizer
 from perdure.models.weight_set import Source
@@ -41,7 +44,7 @@ class Handle:
     request raises its error from either. Leaving an iteration early ends nothing: `abort` does.
     """
 
-    def __init__(self, engine: Engine, submission: cmd.Submit) -> None:
+    def __init__(self, engine: Desk, submission: cmd.Submit) -> None:
         self._engine = engine
         self._request = request = submission.request
         self._loop = asyncio.get_running_loop()
@@ -107,9 +110,9 @@ class Handle:
                     self._parts.put_nowait(self._last_part(record))
                 return
             case ev.Ended(_, record):
-                metrics, config = self._receiver.metrics(), self._engine.resolved.config
-                records, tokenizer = self._receiver.records, self._engine.tokenizer
-                result = part = build_output(self._request, records, tokenizer, metrics, config.return_prompt)
+                metrics, engine = self._receiver.metrics(), self._engine
+                records, tokenizer = self._receiver.records, engine.tokenizer
+                result = part = build_output(self._request, records, tokenizer, metrics, engine.returns_prompt)
                 if self._builders:
                     last = self._builders[record.child].end(result.outputs[record.child])
                     part = replace(result, outputs=[last])
@@ -139,8 +142,31 @@ class AsyncLLM:
     """`LLM` for asyncio; the settings are the same."""
 
     def __init__(self, model: str | None = None, **config: Any) -> None:
-        self._engine = Engine(EngineConfig.of(model=None if model is None else str(model), **config))
+        self._engine: Desk = start(EngineConfig.of(model=None if model is None else str(model), **config))
         self._finalizer = weakref.finalize(self, self._engine.close)
+
+    @classmethod
+    def connect(
+        cls,
+        endpoint: str,
+        *,
+        tokenizer: str | None = None,
+        secret_file: str | None = None,
+        return_prompt: bool = False,
+        patience_s: float = PATIENCE_S,
+    ) -> Self:
+        """The replicas behind a coordinator that somebody else started; the arguments are `Client`'s. It waits until
+        somebody serves: call it before the event loop runs, or by `asyncio.to_thread`."""
+        self = cls.__new__(cls)
+        self._engine = RemoteEngine(
+            endpoint,
+            secret=read_secret(secret_file),
+            tokenizer=tokenizer,
+            return_prompt=return_prompt,
+            patience_s=patience_s,
+        )
+        self._finalizer = weakref.finalize(self, self._engine.close)
+        return self
 
     def submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: RequestId | None = None
@@ -267,10 +293,10 @@ class AsyncLLM:
     @property
     def vocab_size(self) -> int:
         """The width of the logits."""
-        return self._engine.resolved.core.vocab_size
+        return self._engine.vocab_size
 
     def describe(self) -> dict[str, Any]:
-        return self._engine.resolved.describe()
+        return self._engine.describe()
 
     def shutdown(self) -> None:
         """End everything and give memory and threads back. Later calls raise `EngineDead`."""

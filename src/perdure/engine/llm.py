@@ -19,12 +19,13 @@ from perdure.api.output import RequestOutput, Stats
 from perdure.api.request import RequestId
 from perdure.api.sampling import SamplingParams
 from perdure.engine.conversation import laid_out
-from perdure.engine.engine import Engine
+from perdure.engine.desk import Desk
 from perdure.engine.handle import REFUSALS, Arrivals, refused_output
 from perdure.engine.pinned import PinnedPrefix
 from perdure.engine.progress import follow
 from perdure.engine.prompts import Prompt, as_batch, params_for, submission
 from perdure.engine.scoring import SCORING, Scoring
+from perdure.engine.start import start
 from perdure.engine.text import build_output
 from perdure.engine.tokenizer import Tokenizer
 from perdure.models.weight_set import Source
@@ -65,7 +66,7 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **config: Any) -> None:
-        self._engine = Engine(EngineConfig.of(model=None if model is None else str(model), **config))
+        self._engine: Desk = start(EngineConfig.of(model=None if model is None else str(model), **config))
         self._finalizer = weakref.finalize(self, self._engine.close)
 
     # Generating
@@ -190,7 +191,7 @@ class LLM:
                     receiver.records,
                     self.tokenizer,
                     receiver.metrics(),
-                    self._engine.resolved.config.return_prompt,
+                    self._engine.returns_prompt,
                 )
         raise AssertionError(end)
 
@@ -283,15 +284,15 @@ class LLM:
     @property
     def vocab_size(self) -> int:
         """The width of the logits, which may be more than the tokenizer has ids."""
-        return self._engine.resolved.core.vocab_size
+        return self._engine.vocab_size
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation config suggests; never applied unless passed."""
-        return SamplingParams(**self._engine.resolved.loaded.sampling_defaults)
+        return SamplingParams(**self._engine.sampling_defaults)
 
     def describe(self) -> dict[str, Any]:
         """The configuration as resolved: model, weights, pool, backends."""
-        return self._engine.resolved.describe()
+        return self._engine.describe()
 
     def shutdown(self) -> None:
         """End everything and give memory and threads back. Later calls raise `EngineDead`."""

@@ -29,6 +29,13 @@ class Inbox:
     def __init__(self) -> None:
         self._commands: deque[Command] = deque()
         self._arrived = threading.Condition()
+        self._is_held = False
+
+    def hold(self, holds: bool) -> None:
+        """While held, whoever takes waits, whatever there is."""
+        with self._arrived:
+            self._is_held = holds
+            self._arrived.notify()
 
     @property
     def waiting(self) -> list[Command]:
@@ -45,7 +52,7 @@ class Inbox:
     def take(self, block: bool) -> list[Command]:
         """All that arrived; waits for one if asked to."""
         with self._arrived:
-            while block and not self._commands:
+            while self._is_held or (block and not self._commands):
                 self._arrived.wait()
             taken = list(self._commands)
             self._commands.clear()

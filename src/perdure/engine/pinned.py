@@ -8,13 +8,13 @@ from concurrent.futures import Future
 from typing import Self
 
 from perdure.api.errors import EngineDead
-from perdure.engine.engine import Engine
+from perdure.engine.desk import Desk
 
 
 class _Pin:
     """num_tokens: of the prefix's full pages, which are held as soon as they are computed."""
 
-    def __init__(self, engine: Engine, pin: int, num_tokens: int) -> None:
+    def __init__(self, engine: Desk, pin: int, num_tokens: int) -> None:
         self._engine = engine
         self._pin = pin
         self.num_tokens = num_tokens

@@ -1,0 +1,114 @@
+"""Which replica a request goes to: by turns, by load, or by who has computed the beginning of its prompt.
+
+- A key names a whole page of a prompt and all before it, so one look-up a page finds how far a replica's cache may
+  reach.
+- An entry says that a replica was sent these pages, and when; one older than the TTL does not count. Entries go with
+  the replica, with the weights and with the prefix cache, and the oldest go when there are too many.
+- score = (pages found in a row) / (pages of the prompt) - alpha * (load - mean load) / max(1, mean load). The best
+  wins, then the least loaded, then the lowest index. Where nobody has anything the least loaded wins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from perdure.api.config import RoutingPolicy
+
+KEY_BYTES = 8
+MOST_KEYS = 1_000_000
+"""Entries kept; some 200 bytes each."""
+MOST_KEYS_A_PROMPT = 1024
+"""Longer prompts are known by their beginning."""
+
+
+def page_keys(token_ids: Sequence[int], page_size: int, salt: str | None = None) -> list[bytes]:
+    """A key for each full page but one that would leave nothing to compute. salt: requests of another share nothing."""
+    keys: list[bytes] = []
+    before = b"" if salt is None else salt.encode()
+    for first in range(0, len(token_ids) - page_size, page_size):
+        page = array("q", token_ids[first : first + page_size]).tobytes()
+        before = hashlib.blake2b(before + page, digest_size=KEY_BYTES).digest()
+        keys.append(before)
+        if len(keys) == MOST_KEYS_A_PROMPT:
+            break
+    return keys
+
+
+class PrefixTable:
+    """When each replica, by its session, was last sent each page."""
+
+    def __init__(self, ttl_s: float, most_keys: int = MOST_KEYS) -> None:
+        self._ttl_s = ttl_s
+        self._most_keys = most_keys
+        self._sent: OrderedDict[bytes, dict[int, float]] = OrderedDict()
+        """Least recently sent first."""
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    def touch(self, keys: Sequence[bytes], session: int, now: float) -> None:
+        for key in keys:
+            self._sent.setdefault(key, {})[session] = now
+            self._sent.move_to_end(key)
+        self.expire(now)
+
+    def expire(self, now: float) -> None:
+        """Forget what is too old, and what is too much."""
+        while self._sent:
+            key, sent = next(iter(self._sent.items()))
+            if now - max(sent.values()) <= self._ttl_s and len(self._sent) <= self._most_keys:
+                return
+            del self._sent[key]
+
+    def depth(self, keys: Sequence[bytes], session: int, now: float) -> int:
+        """How many pages from the first on this replica was sent."""
+        for at, key in enumerate(keys):
+            sent_at = self._sent.get(key, {}).get(session)
+            if sent_at is None or now - sent_at > self._ttl_s:
+                return at
+        return len(keys)
+
+    def forget(self, session: int) -> None:
+        for key in [key for key, sent in self._sent.items() if sent.pop(session, None) is not None and not sent]:
+            del self._sent[key]
+
+    def clear(self) -> None:
+        self._sent.clear()
+
+
+class Chooser:
+    """The policy, and what it remembers."""
+
+    def __init__(self, policy: RoutingPolicy, alpha: float, ttl_s: float) -> None:
+        self._policy = policy
+        self._alpha = alpha
+        self._turn = 0
+        self.table = PrefixTable(ttl_s)
+
+    def choose(self, keys: Sequence[bytes], loads: Sequence[tuple[int, int]], now: float) -> int:
+        """loads: (session, requests it has) of those that may be chosen, by index. Returns the session."""
+        assert loads
+        if self._policy == "round_robin":
+            self._turn += 1
+            return loads[(self._turn - 1) % len(loads)][0]
+        found = self._by_prefix(keys, loads, now) if self._policy != "load_balanced" else None
+        chosen = min(loads, key=lambda one: one[1])[0] if found is None else found
+        if self._policy != "load_balanced":
+            self.table.touch(keys, chosen, now)
+        return chosen
+
+    def _by_prefix(self, keys: Sequence[bytes], loads: Sequence[tuple[int, int]], now: float) -> int | None:
+        looked_up = keys[:1] if self._policy == "first_prefix_block" else keys
+        depths = [self.table.depth(looked_up, session, now) for session, _ in loads]
+        if not any(depths):
+            return None
+        mean = sum(load for _, load in loads) / len(loads)
+        scores = [
+            depth / len(looked_up) - self._alpha * (load - mean) / max(1.0, mean)
+            for depth, (_, load) in zip(depths, loads, strict=True)
+        ]
+        best = max(range(len(loads)), key=lambda at: (scores[at], -loads[at][1], -at))
+        return loads[best][0]

@@ -1,0 +1,357 @@
+"""What all replicas are asked together, agreed in two phases, and the state that they have agreed on.
+
+- Prepare: each says whether it could; nothing has changed yet. If one cannot, it is cancelled and nobody does it.
+  Meanwhile no request is sent to a replica, so what was said stays true.
+- Apply: each does it. Sessions keep the order of messages, so every replica sees every order at the same place among
+  its requests, and the next order may be prepared while this one is still being carried out.
+- One that could and then did not is out of step with the others: it is sent away, and brought into line when it comes
+  again. A replica that is lost has no say any more.
+- Who joins is brought into the agreed state before any request goes to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from perdure.api import command as cmd
+from perdure.api.ending import Failure
+from perdure.api.errors import StateError
+from perdure.api.output import Stats
+from perdure.coordinator.membership import Members, Replica
+from perdure.coordinator.messages import (
+    About,
+    Answer,
+    Apply,
+    Ask,
+    Asked,
+    Cancel,
+    EngineState,
+    Message,
+    Prepare,
+    Prepared,
+)
+
+
+class Agreed(NamedTuple):
+    """What holds at every replica that serves. source: where the weights came from, None = nobody said yet.
+
+    halt: the order that brought it to a state other than running.
+    """
+
+    state: EngineState = "running"
+    weight_epoch: int = 0
+    source: str | None = None
+    halt: cmd.Pause | cmd.Suspend | None = None
+
+
+class Round:
+    """One order on its way. client: None = the coordinator's own, for one that joins. waits: sessions yet to speak."""
+
+    def __init__(self, ask: int, client: tuple[int, int] | None, order: Asked, source: str | None) -> None:
+        self.ask = ask
+        self.client = client
+        self.order = order
+        self.source = source
+        self.waits: dict[int, None] = {}
+        self.failures: dict[int, Failure] = {}
+        self.done: list[Answer] = []
+
+    @property
+    def is_order(self) -> bool:
+        """Whether it changes anything, so that all must agree before."""
+        return isinstance(self.order, cmd.Order)
+
+
+class Orders:
+    """refusal(order): why the requests of now forbid it. What comes of orders is collected for the router to take.
+
+    to_send: (session, message). to_answer: ((client, ask), answer). to_close: replicas out of step. joined: brought
+    into line, and may serve. changed: the weights or the prefix caches of all.
+    """
+
+    def __init__(self, members: Members, blocking: bool, refusal: Callable[[Asked], str | None]) -> None:
+        self.agreed = Agreed()
+        self.num_calls = {"blocking": 0, "by messages": 0}
+        """Phases so far: each is one call of all replicas. There is none per step."""
+        self.to_send: list[tuple[int, Message]] = []
+        self.to_answer: list[tuple[tuple[int, int], Answer]] = []
+        self.to_close: list[int] = []
+        self.joined: list[int] = []
+        self.changed = False
+        self.stopped = False
+        self._members = members
+        self._blocking = blocking
+        self._refusal = refusal
+        self._next = 1
+        self._has_agreed = False
+        """Whether an order was given since this began."""
+        self._queue: deque[Round] = deque()
+        self._preparing: Round | None = None
+        self._applied: dict[int, Round] = {}
+        self._aligning: dict[int, int] = {}
+        """How many answers each that joins still owes."""
+        self._to_align: dict[int, None] = {}
+
+    @property
+    def holds_requests(self) -> bool:
+        """Whether no request may be sent to a replica now."""
+        return self._preparing is not None or bool(self._queue)
+
+    # What comes in
+
+    def ask(self, client: int, asked: Ask) -> None:
+        self._queue.append(Round(self._number(), (client, asked.ask), asked.order, asked.source))
+        self._go_on()
+
+    def prepared(self, session: int, word: Prepared) -> None:
+        one = self._preparing
+        if one is None or one.ask != word.ask:
+            return
+        if word.failure is not None:
+            one.failures[session] = word.failure
+        one.waits.pop(session, None)
+        self._go_on()
+
+    def answered(self, session: int, answer: Answer) -> None:
+        one = self._applied.get(answer.ask)
+        if one is None or session not in one.waits:
+            return
+        self._note(session, one, answer)
+        del one.waits[session]
+        if answer.failure is not None:
+            one.failures[session] = answer.failure
+        else:
+            one.done.append(answer)
+        if one.client is None:
+            self._aligned(one, session)
+        self._go_on()
+
+    def _note(self, session: int, one: Round, answer: Answer) -> None:
+        """What its engine is like after this."""
+        replica = self._members.get(session)
+        if replica is None or answer.fingerprint is None:
+            return
+        about = replace(
+            replica.about, fingerprint=answer.fingerprint, state=answer.state, weight_epoch=answer.weight_epoch
+        )
+        if isinstance(one.order, cmd.UpdateWeights) and one.order.has_weights and answer.failure is None:
+            assert one.source is not None
+            about = replace(about, source=one.source)
+        replica.about = about
+
+    def join(self, session: int) -> None:
+        """It serves once it is in line with the others. Before the first order the newest weights are in line: they
+        were agreed on by a coordinator before this one."""
+        replica = self._members.get(session)
+        assert replica is not None
+        about = replica.about
+        is_first = len(self._members.all) == 1
+        if not self._has_agreed and (is_first or about.weight_epoch > self.agreed.weight_epoch):
+            self.agreed = _agreed_by(about)
+            for other in self._members.serving:
+                if _to_agree(other.about, self.agreed):
+                    self._members.serve(other.session, False)
+                    self._to_align[other.session] = None
+        self._to_align[session] = None
+        self._go_on()
+
+    def leave(self, session: int) -> None:
+        """Nobody waits for it any more."""
+        self._to_align.pop(session, None)
+        self._aligning.pop(session, None)
+        for one in [*([self._preparing] if self._preparing else []), *self._applied.values()]:
+            one.waits.pop(session, None)
+            one.failures.pop(session, None)
+        self._go_on()
+
+    def forget_client(self, client: int) -> None:
+        """What it asked is carried out; nobody hears of it."""
+        for one in [*self._queue, *([self._preparing] if self._preparing else []), *self._applied.values()]:
+            if one.client is not None and one.client[0] == client:
+                one.client = (-1, 0)
+
+    # Going on
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def _go_on(self) -> None:
+        """As far as it goes now."""
+        while True:
+            self._finish()
+            if self._preparing is not None:
+                if self._preparing.waits:
+                    return
+                one, self._preparing = self._preparing, None
+                if one.failures:
+                    self._cancel(one)
+                else:
+                    self._apply(one)
+            elif self._to_align and not self._applied:
+                self._align(next(iter(self._to_align)))
+            elif self._queue and not self._aligning:
+                self._begin(self._queue.popleft())
+            else:
+                return
+
+    def _everybody(self) -> list[Replica]:
+        return self._members.serving
+
+    def _begin(self, one: Round) -> None:
+        if (why := self._refusal(one.order)) is not None:
+            self._reply(one, Answer(one.ask, Failure.of(StateError(why))))
+            return
+        for replica in self._everybody():
+            self.to_send.append((replica.session, self._prepare(one)))
+        if not one.is_order:
+            self._apply(one)
+            return
+        one.waits = dict.fromkeys(replica.session for replica in self._everybody())
+        self._count()
+        self._has_agreed = True
+        self._preparing = one
+
+    def _prepare(self, one: Round) -> Prepare:
+        return Prepare(one.ask, one.order, one.source, self._blocking and one.is_order)
+
+    def _count(self) -> None:
+        self.num_calls["blocking" if self._blocking else "by messages"] += 1
+
+    def _apply(self, one: Round) -> None:
+        for replica in self._everybody():
+            self.to_send.append((replica.session, Apply(one.ask)))
+            one.waits[replica.session] = None
+        if one.is_order:
+            self._count()
+        self._applied[one.ask] = one
+        self.changed = self.changed or isinstance(one.order, cmd.Reset | cmd.ResetPrefixCache | cmd.UpdateWeights)
+
+    def _cancel(self, one: Round) -> None:
+        for replica in self._everybody():
+            self.to_send.append((replica.session, Cancel(one.ask)))
+        self._reply(one, Answer(one.ask, self._named(one)))
+
+    def _finish(self) -> None:
+        for one in [one for one in self._applied.values() if not one.waits]:
+            del self._applied[one.ask]
+            if one.client is None:
+                continue
+            if one.failures and not one.done:  # it took place nowhere
+                self._reply(one, Answer(one.ask, self._named(one)))
+                continue
+            if isinstance(one.order, cmd.UpdateWeights) and one.order.has_weights and not one.done:
+                lost = StateError("no replica is left that could load these weights, or say that they are whole")
+                self._reply(one, Answer(one.ask, Failure.of(lost)))
+                continue
+            self.to_close += one.failures
+            self._take_place(one)
+            stats = _together(one.done, self.agreed) if isinstance(one.order, cmd.GetStats) else None
+            self._reply(one, Answer(one.ask, None, stats))
+
+    def _named(self, one: Round) -> Failure:
+        session, failure = next(iter(one.failures.items()))
+        replica = self._members.get(session)
+        where = "" if replica is None else f"replica {replica.index}: "
+        return Failure(failure.kind, where + failure.message)
+
+    def _reply(self, one: Round, answer: Answer) -> None:
+        assert one.client is not None
+        client, ask = one.client
+        if client >= 0:
+            self.to_answer.append((one.client, Answer(ask, answer.failure, answer.stats)))
+
+    def _take_place(self, one: Round) -> None:
+        """What holds from now on: as the replicas say or, where there is none, as they would."""
+        state, epoch, source, halt = self.agreed
+        match one.order:
+            case cmd.Pause() if state == "running":
+                state, halt = "paused", one.order
+            case cmd.Suspend() if state != "suspended":
+                state, halt = "suspended", one.order
+            case cmd.Resume(_, tags) if state != "suspended" or tags is None:
+                state = "running"
+            case cmd.UpdateWeights(_, number, has_weights):
+                epoch = epoch + 1 if number is None else number
+                source = one.source if has_weights else source
+            case cmd.Stop():
+                self.stopped = True
+        if one.done and one.done[0].state != "stopped":
+            state, epoch = one.done[0].state, one.done[0].weight_epoch
+        self.agreed = Agreed(state, epoch, source, None if state == "running" else halt)
+
+    # Joining
+
+    def _align(self, session: int) -> None:
+        """Ask one that joins for what brings it into line."""
+        del self._to_align[session]
+        replica = self._members.get(session)
+        if replica is None:
+            return
+        orders = _to_agree(replica.about, self.agreed)
+        if not orders:
+            self.joined.append(session)
+            self._members.serve(session, True)
+            return
+        self._aligning[session] = len(orders)
+        for order, source in orders:
+            one = Round(self._number(), None, order, source)
+            one.waits[session] = None
+            self._applied[one.ask] = one
+            self.to_send += [(session, Prepare(one.ask, order, source)), (session, Apply(one.ask))]
+
+    def _aligned(self, one: Round, session: int) -> None:
+        if session not in self._aligning:
+            return
+        if one.failures:
+            self._aligning.pop(session)
+            self.to_close.append(session)
+            return
+        self._aligning[session] -= 1
+        if not self._aligning[session]:
+            del self._aligning[session]
+            self.joined.append(session)
+            self._members.serve(session, True)
+
+    def check_idle(self) -> None:
+        """Nobody waits for anything. Raises AssertionError."""
+        assert not (self._queue or self._preparing or self._applied or self._aligning or self._to_align)
+
+
+def _agreed_by(about: About) -> Agreed:
+    halts: dict[str, cmd.Pause | cmd.Suspend] = {"paused": cmd.Pause(0), "suspended": cmd.Suspend(0)}
+    return Agreed(about.state, about.weight_epoch, about.source, halts.get(about.state))
+
+
+def _to_agree(about: About, agreed: Agreed) -> list[tuple[Asked, str | None]]:
+    """Orders that bring a replica from its state into the agreed one. Tickets mean nothing here."""
+    orders: list[tuple[Asked, str | None]] = []
+    state = about.state
+    other_weights = agreed.source is not None and about.source != agreed.source
+    if other_weights and state == "suspended":
+        orders.append((cmd.Resume(0, ["weights"]), None))
+    if other_weights or about.weight_epoch != agreed.weight_epoch:
+        source = agreed.source if other_weights else None
+        orders.append((cmd.UpdateWeights(0, agreed.weight_epoch, other_weights), source))
+    if state != agreed.state:
+        if state != "running":
+            orders.append((cmd.Resume(0), None))
+        if agreed.halt is not None:
+            orders.append((cmd.Pause(0) if isinstance(agreed.halt, cmd.Pause) else agreed.halt, None))
+    return orders
+
+
+def _together(answers: list[Answer], agreed: Agreed) -> Stats:
+    """Of all replicas as of one engine: counts are sums."""
+    found = [answer.stats for answer in answers if answer.stats is not None]
+    counts = {
+        name: sum(getattr(one, name) for one in found)
+        for name in Stats.__struct_fields__
+        if name not in ("state", "weight_epoch", "paused_ids")
+    }
+    paused = [name for one in found for name in one.paused_ids]
+    return Stats(state=agreed.state, weight_epoch=agreed.weight_epoch, paused_ids=paused, **counts)

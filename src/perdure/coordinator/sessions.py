@@ -1,0 +1,244 @@
+"""How sessions begin and end: `Answerer` is the coordinator's side, with one link a peer, `Caller` everybody else's.
+
+- The caller opens with a number of its own, the answerer adds one of its own, and both are in every packet from then
+  on. An answerer that does not know a session says so, and the caller opens another.
+- A session is heard of above only once the caller has used both numbers: a stray opening of long ago begins nothing.
+- Silence ends a session at the answerer. The caller goes on calling; how long is its owner's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from perdure.coordinator.link import ACKNOWLEDGE_S, BEAT_S, RESEND_S, Frames, Kind, Link, Packet, decode, encode
+from perdure.coordinator.messages import VERSION, Hello, Message
+
+SILENCE_S = 1.2
+"""A peer that was not heard of for so long is lost."""
+MOST_BACKLOG = 256 * 2**20
+"""Bytes that may wait for one peer. One that takes no more is lost: it can call again, and goes on where it stood."""
+
+
+class Opened(NamedTuple):
+    """A session began. hello: what the caller is."""
+
+    session: int
+    hello: Hello
+
+
+class Arrived(NamedTuple):
+    session: int
+    message: Message
+    frames: Frames
+
+
+class Lost(NamedTuple):
+    """The session is over; nothing more comes of it."""
+
+    session: int
+
+
+Happening = Opened | Arrived | Lost
+
+
+class _Peer:
+    """address: where its last packet came from. hello: until it has shown that it knows both numbers."""
+
+    __slots__ = ("address", "hello", "link")
+
+    def __init__(self, address: bytes, link: Link, hello: Hello) -> None:
+        self.address = address
+        self.link = link
+        self.hello: Hello | None = hello
+
+
+class Answerer:
+    """refusal(hello) says why a caller is not wanted, or None. A session is named by the answerer's number."""
+
+    def __init__(
+        self,
+        new_number: Callable[[], int],
+        refusal: Callable[[Hello], str | None],
+        silence_s: float = SILENCE_S,
+        most_backlog: int = MOST_BACKLOG,
+    ) -> None:
+        self._new_number = new_number
+        self._refusal = refusal
+        self._silence_s = silence_s
+        self._most_backlog = most_backlog
+        self._peers: dict[int, _Peer] = {}
+        self._by_caller: dict[int, int] = {}
+        self._stray: list[tuple[bytes, list[bytes]]] = []
+        self._eager: dict[int, None] = {}
+        """Sessions with something to send at once; all others are looked at when a timer of one is due."""
+        self._sweep_at = 0.0
+
+    @property
+    def sessions(self) -> list[int]:
+        return list(self._peers)
+
+    def take(self, address: bytes, frames: list[bytes], now: float) -> list[Happening]:
+        """A packet came; what is no packet of ours is dropped."""
+        try:
+            packet = decode(frames[0])
+        except (msgspec.MsgspecError, IndexError):
+            return []
+        if packet.kind is Kind.OPEN:
+            self._open(address, packet, now)
+            return []
+        peer = self._peers.get(packet.answerer)
+        if peer is None or peer.link.caller != packet.caller:
+            self._say(address, Packet(Kind.OVER, packet.caller, packet.answerer))
+            return []
+        peer.address = address
+        found: list[Happening] = []
+        if peer.hello is not None:
+            found.append(Opened(packet.answerer, peer.hello))
+            peer.hello = None
+        for message, own in peer.link.take(packet, frames[1:], now):
+            found.append(Arrived(packet.answerer, message, own))
+        self._sweep_at = min(self._sweep_at, now + ACKNOWLEDGE_S)
+        return found
+
+    def _open(self, address: bytes, packet: Packet, now: float) -> None:
+        number = self._by_caller.get(packet.caller)
+        if number is None:
+            hello = packet.hello
+            if hello is None:
+                return
+            why = self._refusal(hello) if hello.version == VERSION else _other_version(hello.version)
+            if why is not None:
+                self._say(address, Packet(Kind.REFUSED, packet.caller, why=why))
+                return
+            number = self._new_number()
+            self._by_caller[packet.caller] = number
+            self._peers[number] = _Peer(address, Link(packet.caller, number, now), hello)
+        self._say(address, Packet(Kind.OPENED, packet.caller, number))
+
+    def _say(self, address: bytes, packet: Packet) -> None:
+        self._stray.append((address, [encode(packet)]))
+
+    def send(self, session: int, message: Message, frames: Frames = ()) -> None:
+        """Nothing happens if the session is over: whoever sent has not heard of it yet."""
+        if (peer := self._peers.get(session)) is not None:
+            peer.link.send(message, frames)
+            self._eager[session] = None
+
+    def close(self, session: int) -> None:
+        """End a session from here; the peer hears of it when it speaks next."""
+        if (peer := self._peers.pop(session, None)) is not None:
+            del self._by_caller[peer.link.caller]
+
+    def excuse(self, seconds: float) -> None:
+        """Nobody could be heard for so long."""
+        for peer in self._peers.values():
+            peer.link.heard_at += seconds
+
+    def tick(self, now: float) -> list[Happening]:
+        """Sessions that ended by silence, or because the peer takes nothing."""
+        found: list[Happening] = []
+        for number, peer in list(self._peers.items()):
+            if now - peer.link.heard_at > self._silence_s or peer.link.num_bytes > self._most_backlog:
+                self.close(number)
+                if peer.hello is None:
+                    found.append(Lost(number))
+        return found
+
+    def packets(self, now: float) -> Iterator[tuple[bytes, list[bytes]]]:
+        """What is to go onto the wire now, each with its address."""
+        stray, self._stray = self._stray, []
+        yield from stray
+        is_sweep = now >= self._sweep_at
+        sessions, self._eager = (list(self._peers) if is_sweep else list(self._eager)), {}
+        for session in sessions:
+            peer = self._peers.get(session)
+            if peer is None or peer.hello is not None:
+                continue
+            for frames in peer.link.packets(now):
+                yield peer.address, frames
+        if is_sweep:
+            links = [peer.link for peer in self._peers.values() if peer.hello is None]
+            self._sweep_at = min((link.due(now) for link in links), default=now + BEAT_S)
+
+    def due(self, now: float) -> float:
+        """When `packets` or `tick` has something next."""
+        return now if self._eager or self._stray else self._sweep_at
+
+    @property
+    def is_flushed(self) -> bool:
+        """Whether all that was sent has arrived."""
+        return all(peer.link.is_flushed for peer in self._peers.values())
+
+
+class Caller:
+    """One session at a time with an answerer, opened again whenever it is over. `refused`: why we are not wanted."""
+
+    def __init__(self, new_number: Callable[[], int], make_hello: Callable[[], Hello], now: float) -> None:
+        self._new_number = new_number
+        self._make_hello = make_hello
+        self.refused: str | None = None
+        self.heard_at = now
+        self.link: Link | None = None
+        self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        self._number = self._new_number()
+        self._hello = encode(Packet(Kind.OPEN, self._number, hello=self._make_hello()))
+        self._call_at = now
+        self.link = None
+
+    @property
+    def session(self) -> int | None:
+        """The answerer's number, while a session is open."""
+        return None if self.link is None else self.link.answerer
+
+    def take(self, frames: list[bytes], now: float) -> list[Happening]:
+        try:
+            packet = decode(frames[0])
+        except (msgspec.MsgspecError, IndexError):
+            return []
+        if packet.caller != self._number:
+            return []
+        self.heard_at = now
+        link = self.link
+        match packet.kind:
+            case Kind.OPENED if link is None:
+                self.link = Link(self._number, packet.answerer, now)
+                self.link.beat_soon()
+                return [Opened(packet.answerer, Hello(VERSION, ""))]
+            case Kind.REFUSED if link is None:
+                self.refused = packet.why
+            case Kind.OVER if link is not None and packet.answerer == link.answerer:
+                return self.reopen(now)
+            case Kind.DATA | Kind.BEAT if link is not None and packet.answerer == link.answerer:
+                return [Arrived(link.answerer, message, own) for message, own in link.take(packet, frames[1:], now)]
+        return []
+
+    def reopen(self, now: float) -> list[Happening]:
+        """Give the session up and open another."""
+        old = self.session
+        self._begin(now)
+        return [] if old is None else [Lost(old)]
+
+    def send(self, message: Message, frames: Frames = ()) -> None:
+        """In a session that is open."""
+        assert self.link is not None
+        self.link.send(message, frames)
+
+    def packets(self, now: float) -> list[list[bytes]]:
+        if self.link is not None:
+            return self.link.packets(now)
+        if now < self._call_at or self.refused is not None:
+            return []
+        self._call_at = now + RESEND_S
+        return [[self._hello]]
+
+    def due(self, now: float) -> float:
+        return self._call_at if self.link is None else self.link.due(now)
+
+
+def _other_version(version: int) -> str:
+    return f"the wire's version is {version} there and {VERSION} here: run one version of perdure everywhere"

@@ -1,0 +1,183 @@
+"""Sockets: packets between addresses, over TCP or between processes of one machine, by ZeroMQ.
+
+- A socket here keeps nothing: what it cannot take now is as if it had been lost on the way, and is sent again.
+- Beyond this machine's own addresses a shared secret is needed. From it both sides derive the coordinator's key pair
+  (CURVE): who does not know the secret does not know the public key either, which never travels, and can neither read
+  nor be understood.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import math
+import os
+import socket
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import zmq
+from zmq.utils import z85
+
+from perdure.api.errors import InvalidValue
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+MOST_QUEUED = 20_000
+"""Packets that may wait inside a socket for one peer."""
+LINGER_MS = 500
+LEAST_SECRET = 16
+
+
+def checked_endpoint(endpoint: str, secret: str | None) -> str:
+    """Raises `InvalidValue` for what is no endpoint, and for one that others could reach without a secret."""
+    scheme, _, rest = endpoint.partition("://")
+    if scheme == "ipc" and rest:
+        return endpoint
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not (port.isdigit() or port == "*"):
+        raise InvalidValue(f"endpoint={endpoint!r} is neither tcp://HOST:PORT nor ipc://PATH")
+    if host not in LOCAL_HOSTS and secret is None:
+        raise InvalidValue(f"endpoint={endpoint!r} can be reached from other machines: give a secret (secret_file)")
+    return endpoint
+
+
+def read_secret(path: str | None) -> str | None:
+    """The shared secret in a file. Raises `InvalidValue`."""
+    if path is None:
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            secret = file.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValue(f"secret_file={path!r} cannot be read: {error}") from None
+    if len(secret) < LEAST_SECRET:
+        raise InvalidValue(f"secret_file={path!r} holds {len(secret)} characters: at least {LEAST_SECRET} are needed")
+    return secret
+
+
+def _key_pair(secret: str, whose: str) -> tuple[bytes, bytes]:
+    """Public and secret key, as both sides derive them."""
+    seed = hashlib.scrypt(secret.encode(), salt=f"perdure {whose}".encode(), n=2**14, r=8, p=1, dklen=32)
+    private = z85.encode(seed)
+    return zmq.curve_public(private), private
+
+
+class Waker:
+    """Lets a thread that waits on sockets be woken by others."""
+
+    def __init__(self) -> None:
+        self._here, self._there = socket.socketpair()
+        self._here.setblocking(False)
+        self._there.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._here.fileno()
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it will wake anyhow; closed: nobody waits
+            self._there.send(b"\0")
+
+    def rest(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._here.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._here.close()
+        self._there.close()
+
+
+class _Socket:
+    """A socket with its context, its poller and its waker."""
+
+    def __init__(self, kind: int) -> None:
+        self.waker = Waker()
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(kind)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt(zmq.SNDHWM, MOST_QUEUED)
+        self._socket.setsockopt(zmq.RCVHWM, MOST_QUEUED)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self.waker.fileno(), zmq.POLLIN)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something arrives, somebody wakes us, or the time is over."""
+        self._poller.poll(max(0, math.ceil(timeout_s * 1000)))
+        self.waker.rest()
+
+    def received(self, most: int = 1000) -> Iterator[list[bytes]]:
+        """What has arrived, but so much of it that others get their turn."""
+        for _ in range(most):
+            try:
+                yield self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return
+
+    def _send(self, frames: list[bytes]) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+        self.waker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AnsweringSocket(_Socket):
+    """The coordinator's. endpoint: as bound, with the port that was chosen for `*`. Raises `InvalidValue`."""
+
+    def __init__(self, endpoint: str, secret: str | None) -> None:
+        checked_endpoint(endpoint, secret)
+        super().__init__(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if secret is not None:
+            public, private = _key_pair(secret, "coordinator")
+            self._socket.curve_publickey, self._socket.curve_secretkey = public, private
+            self._socket.curve_server = True
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise InvalidValue(f"endpoint={endpoint!r} cannot be bound: {error.strerror}") from None
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def send(self, address: bytes, frames: list[bytes]) -> None:
+        self._send([address, *frames])
+
+
+class CallingSocket(_Socket):
+    """Everybody else's; it connects again by itself. Raises `InvalidValue`."""
+
+    def __init__(self, endpoint: str, secret: str | None) -> None:
+        checked_endpoint(endpoint, secret)
+        super().__init__(zmq.DEALER)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if secret is not None:
+            self._socket.curve_publickey, self._socket.curve_secretkey = _key_pair(secret, "caller")
+            self._socket.curve_serverkey, _ = _key_pair(secret, "coordinator")
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise InvalidValue(f"endpoint={endpoint!r} cannot be connected to: {error.strerror}") from None
+
+    def send(self, frames: list[bytes]) -> None:
+        self._send(frames)
+
+
+def new_name(kind: str) -> str:
+    """A name that no other process has."""
+    return f"{kind}-{socket.gethostname()}-{os.getpid()}-{base64.b32encode(os.urandom(5)).decode().lower()}"

@@ -1,0 +1,380 @@
+"""`Bridge`: what a replica makes of the coordinator's messages, and of its engine's events. No sockets, no threads.
+
+- A request is submitted to the engine under a ticket of the engine's own. Its events go back under the coordinator's
+  number, tokens of all requests together, each with what belongs to them and was not sent yet.
+- One that goes on from elsewhere is a checkpoint. Scores of what it has already are at its client's and nowhere else:
+  here stand zeros in their place, and what lies before its first new position is never sent.
+- When the session ends, everything of it ends here; what the engine still tells of it is nobody's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple, Protocol
+
+import msgspec
+from msgspec.structs import replace
+
+from perdure.api import command as cmd
+from perdure.api import event as ev
+from perdure.api.checkpoint import Checkpoint, Sample
+from perdure.api.ending import Ending, Failure
+from perdure.api.errors import PerdureError
+from perdure.api.event import Event
+from perdure.api.fingerprint import Fingerprint
+from perdure.api.moment import RequestEvent
+from perdure.api.output import Stats
+from perdure.api.request import Request
+from perdure.api.sampling import SamplingParams
+from perdure.api.scores import PackedScores
+from perdure.coordinator import messages as m
+from perdure.coordinator.link import Frames
+from perdure.coordinator.sessions import Arrived, Happening, Lost
+
+_encode = msgspec.msgpack.Encoder().encode
+_submit = msgspec.msgpack.Decoder(cmd.Submit).decode
+
+
+class Condition(NamedTuple):
+    """The engine's, at the moment it told something."""
+
+    state: m.EngineState
+    weight_epoch: int
+    fingerprint: Fingerprint
+
+
+class Host(Protocol):
+    """The engine beneath. Events of all that is sent come back through `Bridge.told`."""
+
+    def ticket(self) -> int: ...
+
+    def send(self, command: cmd.Command) -> None: ...
+
+    def prepare(self, ask: int, order: m.Asked, source: str | None) -> None:
+        """Find out whether this could be done; `Bridge.prepared` is called, at once or later."""
+
+    def apply(self, ask: int, order: m.Asked) -> None:
+        """Send what was prepared, under the order's ticket. Raises what forbids it."""
+
+    def forget(self, ask: int) -> None:
+        """What was prepared will not be done."""
+
+    def hold(self, holds: bool) -> None:
+        """Whether the loop waits."""
+
+
+class Here:
+    """One request at this replica. number: the coordinator's. num_sent: of each sample, how many tokens the other side
+    has. has_ended: whether it knows of the sample's end."""
+
+    __slots__ = ("admitted_at", "has_ended", "has_prompt_scores", "moments", "num_sent", "number", "prompt_scores")
+
+    def __init__(self, number: int, n: int, known: m.Known | None, has_prompt_scores: bool) -> None:
+        self.number = number
+        self.num_sent = [0] * n
+        self.has_ended = [False] * n
+        for child, sample in enumerate(known.samples if known is not None else ()):
+            self.num_sent[child] = len(sample.token_ids)
+            self.has_ended[child] = sample.ending is not None
+        self.admitted_at: float | None = None
+        self.moments: list[RequestEvent] = []
+        self.prompt_scores: PackedScores | None = None
+        """Waiting for the first token to travel with."""
+        self.has_prompt_scores = has_prompt_scores
+        """Whether the other side has them."""
+
+
+class Order:
+    """What was prepared, or will be. is_ready: None = not known yet."""
+
+    def __init__(self, order: m.Asked, source: str | None) -> None:
+        self.order = order
+        self.source = source
+        self.is_ready: bool | None = None
+        self.failure: Failure | None = None
+        self.is_due = False
+
+
+class Bridge:
+    """One for all sessions of a replica, one after another."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.is_stopped = False
+        """Told to stop, and done."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._here: dict[int, Here] = {}
+        """By the engine's ticket."""
+        self._tickets: dict[int, int] = {}
+        """By the coordinator's number."""
+        self._asks: dict[int, tuple[int, cmd.Command]] = {}
+        """Questions by the engine's ticket, under the coordinator's number."""
+        self._orders: dict[int, Order] = {}
+        """As they came: one is sent to the engine when all before it were."""
+        self._firsts: list[tuple[m.Message, Frames]] = []
+        self._parts = m.Parts([], [], [], [], [])
+        self._part_frames: list[bytes] = []
+        self._lasts: list[tuple[m.Message, Frames]] = []
+
+    @property
+    def num_here(self) -> int:
+        return len(self._here)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether steps should follow one another. Orders may take long without one."""
+        return bool(self._here) and not self._asks and not self._orders
+
+    # From the coordinator
+
+    def happened(self, happening: Happening) -> None:
+        match happening:
+            case Lost():
+                self.lost()
+            case Arrived(_, message, frames):
+                self.take(message, frames)
+
+    def take(self, message: m.Message, frames: Frames) -> None:
+        match message:
+            case m.Submit(number, _, known):
+                self._submit(number, known, _submit(frames[0]))
+            case m.Abort(numbers):
+                tickets = [self._tickets[number] for number in numbers if number in self._tickets]
+                self._host.send(cmd.Abort(tickets=tickets))
+            case m.Take(ask, number, end):
+                self._take_checkpoint(ask, number, end)
+            case m.Prepare(ask, order, source, blocking):
+                self._orders[ask] = Order(order, source)
+                if blocking:
+                    self._host.hold(True)
+                self._host.prepare(ask, order, source)
+            case m.Apply(ask):
+                self._host.hold(False)
+                self._orders[ask].is_due = True
+                self._apply_due()
+            case m.Cancel(ask):
+                self._host.hold(False)
+                del self._orders[ask]
+                self._host.forget(ask)
+
+    def _submit(self, number: int, known: m.Known | None, wanted: cmd.Submit) -> None:
+        ticket = self._host.ticket()
+        request = replace(wanted.request, request_id=number, ticket=ticket)
+        past = wanted.checkpoint
+        if known is not None:
+            past = going_on(request, known)
+        has_prompt_scores = past is not None and past.num_output > 0
+        self._here[ticket] = Here(number, request.params.n, known, has_prompt_scores)
+        self._tickets[number] = ticket
+        self._host.send(cmd.Submit(request, past))
+
+    def _take_checkpoint(self, ask: int, number: int, end: bool) -> None:
+        if number not in self._tickets:
+            failure = Failure("InvalidValue", "the request is not live: it has ended, or never began")
+            self._lasts.append((m.Taken(ask, failure), ()))
+            return
+        question = cmd.TakeCheckpoint(self._host.ticket(), None, self._tickets[number], end)
+        self._asks[question.ticket] = (ask, question)
+        self._host.send(question)
+
+    def prepared(self, ask: int, failure: Failure | None) -> None:
+        """The host knows whether what was asked could be done."""
+        order = self._orders.get(ask)
+        if order is None:
+            return
+        order.is_ready, order.failure = failure is None, failure
+        self._lasts.append((m.Prepared(ask, failure), ()))
+        self._apply_due()
+
+    def _apply_due(self) -> None:
+        for ask, one in list(self._orders.items()):
+            if not one.is_due or one.is_ready is None:
+                return
+            del self._orders[ask]
+            if one.failure is not None:
+                self._lasts.append((m.Answer(ask, one.failure), ()))
+                continue
+            question = replace(one.order, ticket=self._host.ticket())
+            self._asks[question.ticket] = (ask, question)
+            try:
+                self._host.apply(ask, question)
+            except PerdureError as error:
+                del self._asks[question.ticket]
+                self._lasts.append((m.Answer(ask, Failure.of(error)), ()))
+
+    def lost(self) -> None:
+        """The session is over: nothing of it goes on here."""
+        self._host.hold(False)
+        if self._here:
+            self._host.send(cmd.Abort(tickets=list(self._here)))
+        for ask in self._orders:
+            self._host.forget(ask)
+        self._begin()
+
+    # From the engine
+
+    def told(self, event: Event, time: float, condition: Condition | None = None) -> None:
+        """condition: with answers to orders."""
+        ticket = event.ticket
+        if ticket in self._asks:
+            self._answered(*self._asks.pop(ticket), event, condition)
+        elif (here := self._here.get(ticket)) is not None:
+            self._happened(here, ticket, event, time)
+
+    def _happened(self, here: Here, ticket: int, event: Event, time: float) -> None:
+        match event:
+            case ev.Progress(_, first, token_ids, _, epoch, child):
+                fresh = max(0, here.num_sent[child] - first)
+                if fresh < len(token_ids):
+                    scores = None if event.scores is None else event.scores.cut(fresh, len(token_ids)).pack()
+                    self._part(here, child, first + fresh, token_ids[fresh:], scores, epoch)
+            case ev.Moment(_, kind, num_tokens, _, child):
+                if here.admitted_at is None:
+                    here.admitted_at = time
+                if not here.has_ended[child]:
+                    here.moments.append(RequestEvent(kind, time - here.admitted_at, num_tokens, child))
+            case ev.Admitted(_, seed, max_output, logprobs_mode):
+                self._firsts.append((m.Admitted(here.number, seed, max_output, logprobs_mode), ()))
+            case ev.PromptScored(_, prompt_scores):
+                if not here.has_prompt_scores:
+                    here.prompt_scores = prompt_scores.pack()
+            case ev.Refused(_, _, failure):
+                self._forget(ticket)
+                self._lasts.append((m.Refused(here.number, failure), ()))
+            case ev.Ended(_, record, num_left) if num_left:
+                if not here.has_ended[record.child]:
+                    self._sample_ended(here, record, num_left)
+            case ev.Ended(_, record):
+                self._forget(ticket)
+                self._lasts.append((m.Ended(here.number, record.child), [_encode(_rest(here, record))]))
+
+    def _sample_ended(self, here: Here, record: ev.Record, num_left: int) -> None:
+        """Others are left: so the coordinator must know all of it, in case that they go on elsewhere."""
+        child = record.child
+        here.has_ended[child] = True
+        for first, end, epoch in _spans(record, here.num_sent[child]):
+            scores = None if record.scores is None else record.scores.cut(first, end).pack()
+            self._part(here, child, first, record.token_ids[first:end], scores, epoch)
+        ending = Ending(record.finish_reason, record.stop, record.failure)
+        self._lasts.append((m.Ended(here.number, child, num_left, ending), [_encode(_rest(here, record))]))
+
+    def _part(
+        self, here: Here, child: int, first: int, token_ids: list[int], scores: PackedScores | None, epoch: int
+    ) -> None:
+        parts = self._parts
+        parts.numbers.append(here.number)
+        parts.children.append(child)
+        parts.firsts.append(first)
+        parts.epochs.append(epoch)
+        parts.token_ids.append(token_ids)
+        frame = b""
+        if scores is not None or here.moments or here.prompt_scores is not None:
+            frame = _encode(m.Part(scores, here.prompt_scores, here.moments))
+            here.has_prompt_scores = here.has_prompt_scores or here.prompt_scores is not None
+            here.moments, here.prompt_scores = [], None
+        self._part_frames.append(frame)
+        here.num_sent[child] = first + len(token_ids)
+
+    def _forget(self, ticket: int) -> None:
+        del self._tickets[self._here.pop(ticket).number]
+
+    def _answered(self, ask: int, question: cmd.Command, event: Event, condition: Condition | None) -> None:
+        match event:
+            case ev.Taken(_, _, checkpoint):
+                self._lasts.append((m.Taken(ask), [_encode(checkpoint)]))
+            case ev.Done(_, _, failure) if isinstance(question, cmd.TakeCheckpoint):
+                self._lasts.append((m.Taken(ask, failure), ()))
+            case ev.Done(_, value, failure):
+                assert condition is not None
+                stats = value if isinstance(value, Stats) else None  # requests are named by numbers here
+                state, epoch, fingerprint = condition
+                self._lasts.append((m.Answer(ask, failure, stats, fingerprint, state, epoch), ()))
+                self.is_stopped = self.is_stopped or isinstance(question, cmd.Stop)
+
+    def flush(self) -> list[tuple[m.Message, Frames]]:
+        """All there is to send. What came in is told before its tokens, and tokens before ends and answers."""
+        out = self._firsts
+        if self._part_frames:
+            out.append((self._parts, self._part_frames))
+            self._parts, self._part_frames = m.Parts([], [], [], [], []), []
+        out += self._lasts
+        self._firsts, self._lasts = [], []
+        return out
+
+    def check_idle(self) -> None:
+        """Nothing is left of anything. Raises AssertionError."""
+        assert not (self._here or self._tickets or self._asks or self._orders)
+
+
+def going_on(request: Request, known: m.Known) -> Checkpoint:
+    """The checkpoint of a request of which only this is known here. Its scores so far are zeros."""
+    params = request.params
+    samples = [*known.samples, *[m.KnownSample()] * (params.n - len(known.samples))]
+    has_output = any(sample.token_ids for sample in samples)
+    num_scored = len(request.prompt_token_ids) - 1 if has_output else 0
+    return Checkpoint(
+        request_id=request.request_id,
+        status="running",
+        params=params,
+        prompt=None,
+        prompt_tokens=array("i", request.prompt_token_ids).tobytes(),
+        max_output=known.max_output,
+        seed=known.seed,
+        logprobs_mode=known.logprobs_mode,
+        samples=tuple(_sample(sample, params) for sample in samples),
+        prompt_scores=None if params.prompt_logprobs is None else _zeros(num_scored, 0),
+        fingerprint=known.fingerprint,
+        num_cached_tokens=0,
+        num_checkpoints=known.num_moves,
+        cache_salt=request.cache_salt,
+    )
+
+
+def _sample(known: m.KnownSample, params: SamplingParams) -> Sample:
+    count = len(known.token_ids)
+    return Sample(
+        tokens=array("i", known.token_ids).tobytes(),
+        scores=_zeros(count, count * len(params.logprob_token_ids or ())) if params.asks_scores else None,
+        exact=known.exact,
+        epochs=tuple(known.epochs),
+        ending=known.ending,
+    )
+
+
+def _zeros(num_scored: int, num_listed: int) -> PackedScores:
+    column, listed = bytes(4 * num_scored), bytes(4 * num_listed)
+    return PackedScores(column, column, column, b"", b"", listed, listed)
+
+
+def _spans(record: ev.Record, start: int) -> list[tuple[int, int, int]]:
+    """(first, end, epoch) of the output from `start` on, by the weights it comes from."""
+    if not record.weight_epochs:
+        return []
+    ends = [*(first for first, _ in record.weight_epochs[1:]), len(record.token_ids)]
+    spans = [(max(first, start), end, epoch) for (first, epoch), end in zip(record.weight_epochs, ends, strict=True)]
+    return [span for span in spans if span[0] < span[1]]
+
+
+def _rest(here: Here, record: ev.Record) -> m.Rest:
+    """What the other side does not have of an ended sample."""
+    first, end = here.num_sent[record.child], len(record.token_ids)
+    assert first <= end, f"request {here.number}: {first} tokens were sent, and {end} are its output"
+    moments, here.moments = here.moments, []
+    prompt_scores = None if here.has_prompt_scores or record.prompt_scores is None else record.prompt_scores.pack()
+    return m.Rest(
+        ending=Ending(record.finish_reason, record.stop, record.failure),
+        token_ids=record.token_ids[first:],
+        scores=None if record.scores is None else record.scores.cut(first, end).pack(),
+        prompt_scores=prompt_scores,
+        epochs=[(begin, epoch) for begin, _, epoch in _spans(record, first)],
+        moments=moments,
+        arrival=record.arrival,
+        seed=record.seed,
+        exact=record.exact,
+        num_cached_tokens=record.num_cached_tokens,
+        num_pauses=record.num_pauses,
+        num_evictions=record.num_evictions,
+        num_checkpoints=record.num_checkpoints,
+    )

@@ -1,0 +1,183 @@
+"""`LocalEngine`: a coordinator and replicas as processes of this machine, and a client of theirs, as one engine.
+
+- They start together and are ready when every replica serves. One that dies is started again; its requests go on
+  elsewhere meanwhile.
+- They end with this process, however it ends: each watches an input whose other end is here.
+- Threads of the machine are divided among the replicas, unless the environment says how many each may have.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from perdure.api import command as cmd
+from perdure.api.config import EngineConfig
+from perdure.api.errors import EngineDead, PerdureError
+from perdure.api.event import Failure
+from perdure.coordinator import service
+from perdure.coordinator.router import Routing
+from perdure.engine import replica
+from perdure.engine.remote import RemoteEngine
+
+log = logging.getLogger("perdure")
+
+START_S = 600.0
+"""A large model may take so long to load."""
+STOP_S = 2.0
+"""How long processes may take to end by themselves once they were told to."""
+LEAST_LIFE_S = 5.0
+"""One that lives less than this is not started again at once."""
+
+
+class Child:
+    """A process started from here. It says a line when it is ready, empty unless there is something to tell."""
+
+    def __init__(self, module: str, settings: msgspec.Struct, env: dict[str, str]) -> None:
+        self._module = module
+        self._settings = msgspec.json.encode(settings) + b"\n"
+        self._env = env
+        self.start()
+
+    def start(self) -> None:
+        self.started_at = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", self._module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self._env,
+            start_new_session=True,  # Ctrl-C is for the process that is asked, and it tells us
+        )
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(self._settings)
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            log.error("%s ended before it was told what to be", self._module)
+
+    def ready(self) -> bytes:
+        """What it says when it is. Raises the error that ended it."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise EngineDead(f"{self._module} ended with code {self.process.wait()} before it was ready")
+        if line.strip() and line.startswith(b"{"):
+            raise msgspec.json.decode(line, type=Failure).to_exception()
+        return line.strip()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def end(self, timeout_s: float) -> None:
+        """Close its input, and kill it if it takes too long."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+class Processes:
+    """The coordinator and the replicas, watched by a thread that starts dead ones again."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._folder = tempfile.mkdtemp(prefix="perdure-")
+        self.endpoint = f"ipc://{self._folder}/coordinator"
+        self._ending = threading.Event()
+        self.children: list[Child] = []
+        env = _environment(config.data_parallel_size)
+        try:
+            where = service.Settings(self.endpoint, Routing.of(config))
+            self.children.append(Child(service.__name__, where, env))
+            for index in range(config.data_parallel_size):
+                settings = replica.Settings(_of_replica(config, index), self.endpoint)
+                self.children.append(Child(replica.__name__, settings, env))
+            for child in self.children:
+                child.ready()
+        except BaseException:
+            self.end()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="perdure-processes", daemon=True)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        while not self._ending.wait(0.1):
+            for child in self.children:
+                if not child.is_alive and time.monotonic() - child.started_at > LEAST_LIFE_S:
+                    log.warning(
+                        "process %d ended with code %d: started again", child.process.pid, child.process.returncode
+                    )
+                    child.start()
+
+    def end(self, timeout_s: float = STOP_S) -> None:
+        """Leave no process behind."""
+        self._ending.set()
+        if self.children and hasattr(self, "_watcher"):
+            self._watcher.join()
+        give_up_at = time.monotonic() + timeout_s
+        for child in self.children:
+            if child.process.stdin is not None:
+                child.process.stdin.close()
+        for child in self.children:
+            child.end(give_up_at - time.monotonic())
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class LocalEngine(RemoteEngine):
+    """`data_parallel_size` engines as one. Raises what their start raises."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._processes = Processes(config)
+        try:
+            super().__init__(
+                self._processes.endpoint,
+                tokenizer=config.tokenizer,
+                return_prompt=config.return_prompt,
+                progress=config.progress,
+                num_replicas=config.data_parallel_size,
+                patience_s=START_S,
+            )
+        except BaseException:
+            self._processes.end()
+            raise
+
+    def close(self) -> None:
+        """Every request ends with what it has, then the replicas and the coordinator."""
+        if self._dead is None:
+            stopped = self.ask(cmd.Stop)
+            try:
+                stopped.result(STOP_S)
+            except (PerdureError, FutureTimeout) as error:
+                log.warning("replicas did not stop by themselves: %s", error)
+        super().close()
+        self._processes.end()
+
+
+def _of_replica(config: EngineConfig, index: int) -> EngineConfig:
+    journal = None if config.journal is None else f"{config.journal}.{index}"
+    return replace(config, replica=config.replica + index, data_parallel_size=1, journal=journal, progress=False)
+
+
+def _environment(num_replicas: int) -> dict[str, str]:
+    """Ours, with the place where this package lies and each replica's share of the threads."""
+    env = dict(os.environ)
+    here = str(Path(__file__).parents[2])
+    env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [env.get("PYTHONPATH")])])
+    env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_replicas)))
+    return env

@@ -1,0 +1,16 @@
+"""What stands behind `LLM` and `AsyncLLM`: one engine in this process, or several in processes of their own."""
+
+from __future__ import annotations
+
+from perdure.api.config import EngineConfig
+from perdure.engine.desk import Desk
+from perdure.engine.engine import Engine
+
+
+def start(config: EngineConfig) -> Desk:
+    """Ready to generate. Raises `ModelLoadError` and `InvalidValue`."""
+    if config.data_parallel_size == 1:
+        return Engine(config)
+    from perdure.engine.launch import LocalEngine
+
+    return LocalEngine(config)

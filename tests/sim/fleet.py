@@ -1,0 +1,644 @@
+"""One simulated life of a fleet: a coordinator, clients and replicas over a wire that is worse than any real one.
+
+Replicas are the real loop and core on fake devices; they die, hang, and return. One thread, one seed, and a clock that
+only this file moves. Every request must have exactly one end, equal to its one-request oracle whatever it went through.
+
+    python -m tests.sim.fleet --first 0 --count 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from perdure.api import command as cmd
+from perdure.api import event as ev
+from perdure.api.checkpoint import Checkpoint
+from perdure.api.config import CoreConfig
+from perdure.api.fingerprint import Fingerprint
+from perdure.api.output import Stats
+from perdure.api.request import Request
+from perdure.api.sampling import SamplingParams
+from perdure.api.scores import TokenScores
+from perdure.coordinator import messages as m
+from perdure.coordinator.client import Submissions, Told
+from perdure.coordinator.coordinator import Coordinator
+from perdure.coordinator.router import Routing
+from perdure.coordinator.sessions import Caller, Opened
+from perdure.core.scheduler import Scheduler
+from perdure.engine.bridge import Bridge, Condition
+from perdure.engine.loop import Inbox, Loop
+from perdure.runner.fake import FakeDevice
+from tests.sim.life import PieceCursor
+from tests.sim.oracle import PIECES, expected
+
+MOST_S = 600.0
+"""Of simulated time, in which a life must have ended."""
+TICK_S = 0.05
+NUM_REPLICAS, NUM_CLIENTS = 4, 3
+MOST_BROKEN = 8
+
+
+class Wire:
+    """Loses, repeats, delays and so reorders. A process that is dead hears nothing."""
+
+    def __init__(self, rng: random.Random, lossy: float) -> None:
+        self.rng = rng
+        self.lossy = lossy
+        self.now = 0.0
+        self._flying: list[tuple[float, int, str, str, list[bytes]]] = []
+        self._count = itertools.count()
+
+    def send(self, source: str, target: str, frames: list[bytes]) -> None:
+        roll = self.rng.random()
+        copies = 0 if roll < self.lossy else 2 if roll < 1.5 * self.lossy else 1
+        for _ in range(copies):
+            slow = self.rng.random() < self.lossy
+            delay = self.rng.random() * (3.0 if slow else 0.02)
+            heapq.heappush(self._flying, (self.now + delay, next(self._count), source, target, list(frames)))
+
+    def arrived(self) -> list[tuple[str, str, list[bytes]]]:
+        found = []
+        while self._flying and self._flying[0][0] <= self.now:
+            _, _, source, target, frames = heapq.heappop(self._flying)
+            found.append((source, target, frames))
+        return found
+
+
+class SimReplica:
+    """One incarnation of a replica: gone with all it holds when it dies."""
+
+    def __init__(self, fleet: Fleet, index: int, config: CoreConfig) -> None:
+        self.fleet = fleet
+        self.name = f"replica-{index}"
+        self.index = index
+        self.config = config
+        self.is_hung = False
+        self.held = False
+        self.speed = fleet.rng.choice((0.2, 0.5, 1.0))
+        self.source = "0"
+        self.device = FakeDevice(config.num_pages, config.page_size, config.max_num_seqs, config.vocab_size)
+        self.scheduler = Scheduler(config, lambda request: PieceCursor())
+        self.inbox = Inbox()
+        depth = fleet.rng.randint(1, 4)
+        self.loop = Loop(self.scheduler, self.device, self.inbox, self._publish, steps_in_flight=depth, check=True)
+        self.tickets = itertools.count(1)
+        self.bridge = Bridge(self)
+        self.prepared: dict[int, str | None] = {}
+        self.caller = Caller(fleet.number, self.hello, fleet.wire.now)
+
+    def hello(self) -> m.Hello:
+        state, epoch, fingerprint = self.condition()
+        about = m.About(self.index, "sim", fingerprint, state, epoch, self.source, b"")
+        return m.Hello(m.VERSION, f"{self.name}", about)
+
+    def condition(self) -> Condition:
+        stats = self.scheduler.stats()
+        return Condition(stats.state, stats.weight_epoch, self.scheduler.requests.fingerprint)  # type: ignore[arg-type]
+
+    # The host of the bridge
+
+    def ticket(self) -> int:
+        return next(self.tickets)
+
+    def send(self, command: cmd.Command) -> None:
+        if isinstance(command, cmd.Submit) and command.checkpoint is not None and command.checkpoint.num_output:
+            self.fleet.marks["went on in mid-stream"] += command.checkpoint.status == "running"
+        self.inbox.put(command)
+
+    def prepare(self, ask: int, order: m.Asked, source: str | None) -> None:
+        failure = None
+        if isinstance(order, cmd.UpdateWeights) and order.has_weights and source == "missing":
+            failure = ev.Failure("ModelNotFound", "no such weights")
+        self.prepared[ask] = source
+        self.bridge.prepared(ask, failure)
+
+    def apply(self, ask: int, order: m.Asked) -> None:
+        source = self.prepared.pop(ask)
+        if isinstance(order, cmd.UpdateWeights) and order.has_weights:
+            assert source is not None
+            self.device.staged[order.ticket] = int(source)
+            self.source = source
+        self.inbox.put(order)
+
+    def forget(self, ask: int) -> None:
+        self.prepared.pop(ask, None)
+
+    def hold(self, holds: bool) -> None:
+        self.held = holds
+
+    def _publish(self, events: list[ev.Event], time: float) -> None:
+        for event in events:
+            self.bridge.told(event, self.fleet.wire.now, self.condition() if isinstance(event, ev.Done) else None)
+
+    # The world
+
+    def take(self, frames: list[bytes]) -> None:
+        for happening in self.caller.take(frames, self.fleet.wire.now):
+            self.bridge.happened(happening)
+
+    def step(self) -> None:
+        if self.is_hung:
+            return
+        has_something = self.inbox.waiting or self.loop._in_flight or self.scheduler.can_act
+        if not self.held and (has_something or self.scheduler.directive()) and self.fleet.rng.random() < self.speed:
+            self.loop.turn(block=False)
+        for message, frames in self.bridge.flush():
+            if self.caller.link is not None:
+                self.caller.send(message, frames)
+        if self.caller.link is not None:
+            self.caller.link.pulse = m.Beat(self.scheduler.requests.counters.num_steps, self.bridge.has_work)
+        for packet in self.caller.packets(self.fleet.wire.now):
+            self.fleet.wire.send(self.name, "coordinator", packet)
+
+
+class SimClient:
+    """A client that lives through everything, and judges what it gets."""
+
+    def __init__(self, fleet: Fleet, index: int) -> None:
+        self.fleet = fleet
+        self.name = f"client-{index}"
+        self.submissions = Submissions(fleet.config.page_size)
+        self.caller = Caller(fleet.number, lambda: m.Hello(m.VERSION, self.name), fleet.wire.now)
+        self.next_ticket = 0
+        self.requests: dict[int, Request] = {}
+        self.went_on: dict[int, Checkpoint] = {}
+        self.records: dict[tuple[int, int], ev.Record] = {}
+        """By ticket and child."""
+        self.ended: dict[int, ev.Record] = {}
+        """The last record of each request of which every child has ended."""
+        self.refused: dict[int, ev.Failure] = {}
+        self.must_refuse: set[int] = set()
+        self.aborted: set[int] = set()
+        self.parts: dict[tuple[int, int], tuple[list[int], TokenScores]] = {}
+        self.asked: dict[int, cmd.Command] = {}
+        self.taken: list[tuple[int, Checkpoint]] = []
+
+    def ticket(self) -> int:
+        self.next_ticket += 1
+        return self.next_ticket - 1  # each client counts from its own zero
+
+    def send(self, command: cmd.Command, source: str | None = None) -> None:
+        if not isinstance(command, cmd.Submit | cmd.Abort):
+            self.asked[command.ticket] = command
+        self._tell(self.submissions.send(command, source))
+
+    def take(self, frames: list[bytes]) -> None:
+        for happening in self.caller.take(frames, self.fleet.wire.now):
+            if isinstance(happening, Opened):
+                self.fleet.marks["client sessions"] += 1
+            self._tell(self.submissions.happened(happening, self.fleet.wire.now))
+
+    def step(self) -> None:
+        for message, frames in self.submissions.outgoing:
+            self.caller.send(message, frames)
+        self.submissions.outgoing.clear()
+        for packet in self.caller.packets(self.fleet.wire.now):
+            self.fleet.wire.send(self.name, "coordinator", packet)
+
+    def _tell(self, told: list[Told]) -> None:
+        for event, _ in told:
+            ticket = event.ticket
+            match event:
+                case ev.Ended(_, record, num_left):
+                    assert ticket not in self.ended and ticket not in self.refused, f"two ends of {ticket}"
+                    assert (ticket, record.child) not in self.records, f"two ends of child {record.child} of {ticket}"
+                    self.records[ticket, record.child] = record
+                    if not num_left:
+                        self.ended[ticket] = record
+                case ev.Refused(_, request_id, failure):
+                    assert ticket not in self.ended and ticket not in self.refused, f"two ends of {ticket}"
+                    assert request_id == self.requests[ticket].request_id
+                    self.refused[ticket] = failure
+                case ev.Progress(_, first, token_ids, scores, _, child):
+                    listed = self.requests[ticket].params.logprob_token_ids
+                    ids, log = self.parts.setdefault((ticket, child), ([], TokenScores(listed_ids=listed)))
+                    assert (ticket, child) not in self.records and first == len(ids), "a token twice, or one is missing"
+                    ids += token_ids
+                    if scores is not None:
+                        log.extend(scores)
+                case ev.Taken(_, request_ticket, checkpoint):
+                    del self.asked[ticket]
+                    self.fleet.marks["checkpoints"] += 1
+                    self.taken.append((request_ticket, checkpoint))
+                case ev.Done():
+                    order = self.asked.pop(ticket)
+                    self.fleet.answered(order, event)
+
+    @property
+    def num_open(self) -> int:
+        return len(self.requests) - len(self.ended) - len(self.refused)
+
+
+class Fleet:
+    """Everything random comes from one seed."""
+
+    def __init__(self, seed: int, marks: Counter[str]) -> None:
+        self.rng = rng = random.Random(f"fleet {seed}")
+        self.marks = marks
+        self._numbers = itertools.count(1)
+        self.wire = Wire(rng, lossy=rng.choice((0.0, 0.02, 0.1, 0.25)))
+        max_len = rng.choice((16, 32, 48))
+        page_size = rng.choice((1, 2, 4, 8))
+        self.config = CoreConfig(
+            num_pages=max(1, rng.choice((4, 6, 10)) * max_len // 4 // page_size),
+            page_size=page_size,
+            max_model_len=max_len,
+            max_num_seqs=6,
+            max_num_batched_tokens=16,
+            vocab_size=len(PIECES),
+            end_token_ids=(0,) if rng.random() < 0.5 else (),
+            seed=rng.randrange(5),
+            fingerprint=Fingerprint(weights="0"),
+        )
+        self.routing = Routing(
+            policy=rng.choice(("round_robin", "load_balanced", "longest_prefix", "first_prefix_block")),
+            alpha=rng.choice((0.0, 0.5, 100.0)),
+            affinity_ttl=rng.choice((0.0, 1.0, 300.0)),
+            on_replica_loss="resume" if rng.random() < 0.8 else "fail",
+            replica_wait_s=rng.choice((2.0, 30.0, MOST_S)),
+            blocking_collectives=rng.random() < 0.5,
+            stall_s=5.0,
+        )
+        self.coordinator: Coordinator | None = self._new_coordinator()
+        self.silence_s = self.coordinator.sessions._silence_s
+        self.replicas: dict[int, SimReplica] = {}
+        self.killers = rng.random() < 0.7
+        self.restarts = rng.random() < 0.3
+        self.orders = rng.random() < 0.6
+        self.bases = [[rng.randrange(len(PIECES)) for _ in range(max_len)] for _ in range(2)]
+        for index in range(NUM_REPLICAS):
+            self._start(index)
+        self.clients = [SimClient(self, index) for index in range(NUM_CLIENTS)]
+        self.back_at: list[tuple[float, Callable[[], None]]] = []
+        self.next_epoch = 1
+        self.num_broken = 0
+        self.halted = False
+        self.may_be_inexact = False
+
+    def number(self) -> int:
+        """Never used before; some large."""
+        return next(self._numbers) * 2**32 + self.rng.randrange(2**32)
+
+    def _new_coordinator(self) -> Coordinator:
+        return Coordinator(self.routing, self.number, self.wire.now, silence_s=4.0)
+
+    def _start(self, index: int) -> None:
+        rng = self.rng
+        config = replace(
+            self.config,
+            max_num_seqs=rng.randint(1, 6),
+            max_num_batched_tokens=rng.choice((1, 3, 7, 16, 64)),
+            paused_pages=rng.randint(0, self.config.num_pages),
+            enable_prefix_caching=rng.random() < 0.8,
+            replica=index,
+        )
+        self.replicas[index] = SimReplica(self, index, config)
+
+    # Traffic
+
+    def run(self) -> None:
+        rng = self.rng
+        to_submit = rng.randint(6, 24)
+        while self.wire.now < MOST_S:
+            self.wire.now += TICK_S if self.wire.lossy else TICK_S / 4
+            for when, back in list(self.back_at):
+                if self.wire.now >= when:
+                    self.back_at.remove((when, back))
+                    back()
+            if to_submit and rng.random() < 0.4:
+                to_submit -= 1
+                self._submit(rng.choice(self.clients))
+            roll = rng.random()
+            if roll < 0.02:
+                self._abort()
+            elif roll < 0.05:
+                self._take_checkpoint()
+            elif roll < 0.09 and self.orders:
+                self._give_order()
+            elif roll < 0.14 and self.killers and self.num_broken < MOST_BROKEN:
+                self._break_replica()
+            elif roll < 0.125 and self.restarts and to_submit:
+                self._restart_coordinator()
+            self._step()
+            if not to_submit and not any(client.num_open or client.asked for client in self.clients):
+                break
+            if not to_submit and self.halted and rng.random() < 0.2:
+                self._resume()
+        else:
+            raise AssertionError(f"after {MOST_S} s requests are still alive, or orders unanswered")
+        self._judge()
+
+    def _step(self) -> None:
+        now = self.wire.now
+        for source, target, frames in self.wire.arrived():
+            self._deliver(source, target, frames)
+        if self.coordinator is not None:
+            self.coordinator.tick(now)
+            self.coordinator.router.entries.check()
+            for address, frames in self.coordinator.packets(now):
+                self.wire.send("coordinator", address.decode(), frames)
+        for replica in list(self.replicas.values()):
+            replica.step()
+        for client in self.clients:
+            client.step()
+
+    def _deliver(self, source: str, target: str, frames: list[bytes]) -> None:
+        kind, _, index = target.partition("-")
+        if kind == "coordinator":
+            if self.coordinator is not None:
+                self.coordinator.take(source.encode(), frames, self.wire.now)
+        elif kind == "client":
+            self.clients[int(index)].take(frames)
+        elif (replica := self.replicas.get(int(index))) is not None and not replica.is_hung:
+            replica.take(frames)
+
+    def _submit(self, client: SimClient) -> None:
+        rng, config = self.rng, self.config
+        ticket = client.ticket()
+        if client.taken and rng.random() < 0.2:
+            _, checkpoint = rng.choice(client.taken)
+            request = checkpoint.as_request(ticket, ticket, stream=rng.random() < 0.5)
+            client.went_on[ticket] = checkpoint
+            client.requests[ticket] = request
+            client.send(cmd.Submit(request, Checkpoint.from_bytes(checkpoint.to_bytes())))
+            return
+        length = rng.randint(1, max(1, config.max_num_tokens * 2 // 3))
+        shared = rng.randint(0, length)
+        base = rng.choice(self.bases)
+        prompt = base[:shared] + [rng.randrange(config.vocab_size) for _ in range(length - shared)]
+        if rng.random() < 0.05:
+            prompt = rng.choice(([], [config.vocab_size], prompt + [1] * config.max_num_tokens))
+            client.must_refuse.add(ticket)
+        request = Request(rng.randint(0, 5), ticket, prompt, self._params(), stream=rng.random() < 0.5)
+        client.requests[ticket] = request
+        client.send(cmd.Submit(request))
+
+    def _params(self) -> SamplingParams:
+        rng, vocab = self.rng, self.config.vocab_size
+        ids = lambda most: [rng.randrange(vocab) for _ in range(rng.randint(1, most))]  # noqa: E731
+        max_tokens = rng.choice((None, None, None, 0, 1, 8, 20))
+        return SamplingParams(
+            max_tokens=max_tokens,
+            n=1 if max_tokens == 0 else rng.choice((1, 1, 1, 2, 3)),
+            temperature=rng.choice((0.0, 1.0)),
+            seed=rng.choice((None, rng.randrange(2**64))),
+            stop=[rng.choice(("bca", "aab", "da", "ee", "cabc", "g"))] if rng.random() < 0.2 else [],
+            stop_token_ids=ids(1) if rng.random() < 0.2 else [],
+            stop_token_sequences=[ids(3) for _ in range(2)] if rng.random() < 0.3 else [],
+            ignore_eos=rng.random() < 0.3,
+            repetition_penalty=rng.choice((1.0, 1.0, 1.0, 1.3)),
+            logprob_token_ids=ids(2) if rng.random() < 0.1 else None,
+            logprobs=rng.choice((None, None, 0, 2, -1)),
+            prompt_logprobs=rng.choice((None, None, None, 0, 2)),
+        )
+
+    def _abort(self) -> None:
+        client = self.rng.choice(self.clients)
+        if self.rng.random() < 0.2:
+            client.aborted |= set(client.requests)
+            client.send(cmd.Abort(everything=True))
+        elif client.next_ticket:
+            ticket = self.rng.randrange(client.next_ticket)
+            client.aborted.add(ticket)
+            client.send(cmd.Abort(tickets=[ticket]))
+
+    def _take_checkpoint(self) -> None:
+        client = self.rng.choice(self.clients)
+        live = [ticket for ticket in client.requests if ticket not in client.ended and ticket not in client.refused]
+        if live:
+            end = self.rng.random() < 0.3
+            ticket = self.rng.choice(live)
+            if end:
+                client.aborted.add(ticket)
+            client.send(cmd.TakeCheckpoint(client.ticket(), request_ticket=ticket, end=end))
+
+    def _give_order(self) -> None:
+        rng, client = self.rng, self.clients[0]
+        if client.asked:
+            return
+        kind = rng.choice(("pause", "suspend", "resume", "resume", "update", "update", "missing", "reset", "stats"))
+        match kind:
+            case "pause":
+                self.halted = True
+                client.send(cmd.Pause(client.ticket(), rng.choice(("keep", "wait", "abort"))))
+                for one in self.clients:
+                    one.aborted |= set(one.requests)
+            case "suspend":
+                self.halted = True
+                client.send(cmd.Suspend(client.ticket(), rng.choice(("persist", "offload", "recompute"))))
+            case "resume":
+                self._resume()
+            case "update":
+                self.next_epoch += 1
+                order = cmd.UpdateWeights(client.ticket(), self.next_epoch, True)
+                client.send(order, source=str(weights_of(self.next_epoch)))
+            case "missing":
+                client.send(cmd.UpdateWeights(client.ticket(), None, True), source="missing")
+            case "reset":
+                client.send(cmd.Reset(client.ticket()))
+            case "stats":
+                client.send(cmd.GetStats(client.ticket()))
+
+    def _resume(self) -> None:
+        client = self.clients[0]
+        if not client.asked or self.rng.random() < 0.5:
+            client.send(cmd.Resume(client.ticket()))
+
+    def answered(self, order: cmd.Command, done: ev.Done) -> None:
+        kind = type(order).__name__
+        self.marks[f"{kind} {'done' if done.failure is None else done.failure.kind}"] += 1
+        if isinstance(order, cmd.Resume) and done.failure is None:
+            self.halted = False
+        if isinstance(order, cmd.GetStats) and done.failure is None:
+            assert isinstance(done.value, Stats) and done.value.num_running >= 0
+
+    def _break_replica(self) -> None:
+        """Kill one, hang one, or have one leave; most come back."""
+        rng = self.rng
+        alive = [index for index, replica in self.replicas.items() if not replica.is_hung]
+        if not alive:
+            return
+        self.num_broken += 1
+        busy = [index for index in alive if self.replicas[index].scheduler.stats().num_running]
+        index = rng.choice(busy or alive)
+        replica = self.replicas[index]
+        if replica.bridge.num_here:
+            self.marks["lost with requests"] += 1
+        if rng.random() < 0.3:
+            replica.is_hung = True
+            self.marks["hung"] += 1
+
+            def wake() -> None:
+                replica.is_hung = False
+
+            self.back_at.append((self.wire.now + rng.uniform(0.1, 12.0), wake))
+            return
+        if rng.random() < 0.3 and replica.caller.link is not None:
+            replica.caller.send(m.Leave())
+            replica.step()
+            self.marks["left"] += 1
+        del self.replicas[index]
+        self.marks["killed"] += 1
+        self.back_at.append((self.wire.now + rng.uniform(0.1, 10.0), lambda: self._start(index)))
+
+    def _restart_coordinator(self) -> None:
+        if self.coordinator is None:
+            return
+        self.coordinator = None
+        self.marks["coordinator restarts"] += 1
+
+        def again() -> None:
+            self.coordinator = self._new_coordinator()
+
+        self.back_at.append((self.wire.now + self.rng.uniform(0.0, 3.0), again))
+
+    # Judgement
+
+    def _judge(self) -> None:
+        self._drain()
+        for client in self.clients:
+            assert not client.submissions.num_unanswered
+            for ticket, request in client.requests.items():
+                if ticket in client.refused:
+                    self._judge_refusal(client, ticket)
+                elif ticket in client.must_refuse:  # it ended before a replica saw it
+                    record = client.ended[ticket]
+                    assert record.finish_reason in ("abort", "error") and not record.token_ids
+                else:
+                    for child in range(request.params.n):
+                        self._judge_record(client, ticket, request, client.records[ticket, child])
+            for ticket, checkpoint in client.taken:
+                if ticket in client.ended:
+                    self._judge_checkpoint(client, ticket, checkpoint)
+
+    def _judge_checkpoint(self, client: SimClient, ticket: int, checkpoint: Checkpoint) -> None:
+        listed = checkpoint.params.logprob_token_ids
+        for child, sample in enumerate(checkpoint.samples):
+            record, count = client.records[ticket, child], sample.num_output
+            assert sample.token_ids == record.token_ids[:count]
+            self.marks["checkpoints with ended children"] += sample.ending is not None
+            if sample.scores is not None and record.scores is not None:
+                scores = TokenScores.unpack(sample.scores, sample.token_ids, listed_ids=listed)
+                assert scores == record.scores.cut(0, count)
+
+    def _drain(self) -> None:
+        """Let everything come to rest: then nothing is left anywhere."""
+        for _ in range(150):
+            self.wire.now += 4 * TICK_S
+            for when, back in list(self.back_at):
+                if self.wire.now >= when:
+                    self.back_at.remove((when, back))
+                    back()
+            self._step()
+        assert self.coordinator is not None
+        self.coordinator.check_idle()
+        for replica in self.replicas.values():
+            replica.bridge.check_idle()
+            replica.scheduler.check()
+            assert replica.scheduler.num_live == 0, "a request is left at a replica"
+            stats = replica.scheduler.stats()
+            assert stats.num_free_pages == stats.num_pages, "pages are lost"
+        serving = self.coordinator.router.members.serving
+        assert len(serving) == len([r for r in self.replicas.values() if not r.is_hung]), "a replica was not let in"
+        epochs = {replica.scheduler.stats().weight_epoch for replica in self.replicas.values()}
+        states = {replica.scheduler.stats().state for replica in self.replicas.values()}
+        weights = {replica.device.weights for replica in self.replicas.values()}
+        assert len(epochs) == len(states) == len(weights) == 1, (epochs, states, weights)
+        self.marks["requests moved"] += self.coordinator.router.num_moved
+        for kind, count in self.coordinator.router.orders.num_calls.items():
+            self.marks[f"calls {kind}"] += count
+
+    def _judge_refusal(self, client: SimClient, ticket: int) -> None:
+        kind = client.refused[ticket].kind
+        self.marks[f"refused {kind}"] += 1
+        assert ticket in client.must_refuse or kind == "StateError", client.refused[ticket]
+
+    def _judge_record(self, client: SimClient, ticket: int, request: Request, record: ev.Record) -> None:
+        reason = record.finish_reason
+        self.marks[f"{reason} after {min(record.num_checkpoints, 3)} moves"] += 1
+        self.marks["children moved"] += request.params.n > 1 and record.num_checkpoints > 0
+        if reason == "error":
+            assert record.failure is not None and record.failure.kind == "ReplicaLost", record.failure
+            assert self.killers or self.restarts or self.wire.lossy
+        if reason == "abort":
+            assert ticket in client.aborted
+        epochs = list(record.weight_epochs)
+        assert bool(epochs) == bool(record.token_ids)
+        firsts = [first for first, _ in epochs]
+        assert firsts == sorted({*firsts}) and (not firsts or firsts[0] == 0)
+
+        def weights_at(index: int) -> int:
+            if not epochs:
+                return 0
+            return weights_of([epoch for first, epoch in epochs if first <= index][-1])
+
+        truth = expected(request, record.seed, self.config, weights_at, record.child)
+        count = len(record.token_ids)
+        assert record.token_ids == truth.token_ids[:count], (request, record.token_ids, truth.token_ids)
+        if reason in ("stop", "length"):
+            assert count == len(truth.token_ids) and reason == truth.reason
+            found = None if record.stop is None else (record.stop.reason, *_of(record.stop))
+            assert found == truth.stop
+        ids, log = client.parts.get((ticket, record.child), ([], None))
+        assert ids == record.token_ids[: len(ids)] and (request.stream or not ids)
+        assert record.request_id == request.request_id and record.prompt_token_ids == request.prompt_token_ids
+        assert (record.scores is not None) == request.params.asks_scores
+        if record.scores is not None:
+            assert record.scores.num_scored == count
+            assert list(record.scores.chosen) == [chosen for chosen, _, _ in truth.scores[:count]]
+            width = len(request.params.logprob_token_ids or ())
+            assert record.scores.listed_scores.tolist() == truth.listed[: count * width]
+            assert log is None or log == record.scores.cut(0, len(ids))
+        has_prompt_scores = record is client.ended[ticket] and request.params.prompt_logprobs is not None
+        assert (record.prompt_scores is not None) == has_prompt_scores
+        if record.prompt_scores is not None and (count or reason in ("stop", "length")):
+            chosen = list(record.prompt_scores.chosen)
+            assert len(chosen) == len(request.prompt_token_ids) - 1
+            assert self.next_epoch > 1 or chosen == [one for one, _, _ in truth.prompt_scores], "prompt scores"
+        if not record.exact:
+            assert self.next_epoch > 1, "only other weights are inexact here"
+            self.marks["inexact"] += 1
+
+
+def weights_of(epoch: int) -> int:
+    """An epoch names its weights."""
+    return epoch % 5 if epoch else 0
+
+
+def _of(stop: ev.StopMatch) -> tuple[int, int, int | None]:
+    return stop.num_tokens, stop.num_matched, stop.text_end
+
+
+def run_fleets(first: int, count: int) -> Counter[str]:
+    """Run these seeds; the first failure names its seed and how to replay it."""
+    marks: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        try:
+            Fleet(seed, marks).run()
+        except Exception as error:
+            again = f"python -m tests.sim.fleet --first {seed} --count 1"
+            raise AssertionError(f"the fleet's life with seed {seed} failed; replay: {again}") from error
+    return marks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1000)
+    args = parser.parse_args()
+    marks = run_fleets(args.first, args.count)
+    print(f"{args.count} fleets, every request one end, all equal the oracle")
+    for name, number in sorted(marks.items()):
+        print(f"  {name}: {number}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
