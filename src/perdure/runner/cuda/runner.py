@@ -101,6 +101,7 @@ class CudaRunner:
             self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
             self._staging = Staging(largest.num_words, 2 * max_num_seqs, device)
             self._largest = largest
+            self._is_stale = False
             self.graphs: Graphs | None = None
             if rules is not None:
                 self.graphs = Graphs(shapes(rules), self._pad_shape, self._compute_shape, device)
@@ -131,14 +132,21 @@ class CudaRunner:
         try:
             with torch.inference_mode():
                 digest = self.memory.perform(directive)
-                if isinstance(directive, Wake) and directive.weights and self.graphs is not None:
-                    self.graphs.capture()  # weights may have come back to other addresses; pages never do
+                self._recapture(directive)
         except Exception as error:
             known = error if isinstance(error, PerdureError) else DeviceError(f"{type(error).__name__}: {error}")
             return Outcome(Failure.of(known), changed=not self.memory.has_whole_weights)
         if isinstance(directive, Clear):
             self._failed.clear()
         return Outcome(weights=digest)
+
+    def _recapture(self, directive: Directive) -> None:
+        """Weights may have come back to other addresses (pages never do): then graphs are captured anew, once pages are
+        there to be looked at."""
+        self._is_stale |= isinstance(directive, Wake) and directive.weights
+        if self._is_stale and self._kv.is_here and self.graphs is not None:
+            self.graphs.capture()
+            self._is_stale = False
 
     @property
     def staged(self) -> dict[int, Store]:
