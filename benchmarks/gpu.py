@@ -216,7 +216,7 @@ def tests() -> dict[str, Any]:
     """What tests/cuda passes here, and the rows and cases that it witnessed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "witnessed"
-        workers = ["-n", "8"] if find_spec("xdist") else []
+        workers = ["-n", "14"] if find_spec("xdist") else []
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *workers, "tests/cuda"]
         done = subprocess.run(
             command, cwd=ROOT, env=os.environ | {"PERDURE_WITNESS": str(file)}, capture_output=True, text=True
