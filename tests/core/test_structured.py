@@ -165,3 +165,19 @@ def test_structured_rows_have_one_step_in_flight_and_end_by_the_models_ids() -> 
     assert most["held"] == 1 and most["free"] >= 3
     assert bench.ended("held").finish_reason == "stop" and bench.ended("free").finish_reason == "length"
     witness("grammar-one-step-in-flight", **most)
+
+
+def test_structured_rows_that_began_apart_go_on_together() -> None:
+    """Else each step would be half full for ever: one's turn while the other's token is on its way."""
+    bench, widths = Bench(), list[int]()
+    for name in ("first", "second"):
+        bench.submit(name, [1, 2, 3], max_tokens=12, structured_outputs={"regex": name})
+    prepared(bench, "first")
+    bench.launch()
+    prepared(bench, "second")
+    while bench.scheduler.num_live:
+        while len(bench.in_flight) < 2 and (plan := bench.launch()) is not None:
+            widths.append(len(plan.slot))
+        bench.commit()
+    assert widths[0] == 1 and widths[1:11] == [2] * 10, widths
+    witness("structured-together", steps_of_both=widths.count(2))

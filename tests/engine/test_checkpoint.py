@@ -258,7 +258,7 @@ def test_a_checkpoint_knows_the_weights_of_its_time(tiny: Path, tmp_path: Path, 
     assert mixed.error is None and not mixed.exact
     assert mixed.outputs[0].weight_epochs == [(0, 0), (found.num_output, 5)]
     mixed_again, _ = taken(llm, X, params, 9, end=True)
-    assert mixed_again.epochs == ((0, 5),) and mixed_again.fingerprint.weights != found.fingerprint.weights
+    assert mixed_again.samples[0].epochs == ((0, 5),) and mixed_again.fingerprint.weights != found.fingerprint.weights
     strict.update_weights(other)
     with pytest.raises(InvalidValue, match="on_mismatch='refuse': weights: "):
         strict.generate(found)

@@ -459,6 +459,7 @@ def test_structured_answers_of_smollm2_validate(smollm2: LLM, soak_factor: int) 
         check_equal(smollm2.chat(conversations[at], params[at])[0], outputs[at])
 
 
+@pytest.mark.alone
 def test_masks_cost_little_of_a_step(smollm2: LLM, soak_factor: int) -> None:
     """The same prompts to the same length, in turns, eight at once; each side by the best of its turns, in time of all
     its threads on a processor, which others on the machine take no part of."""

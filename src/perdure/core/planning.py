@@ -60,6 +60,7 @@ class Planning:
     def _continue_residents(self, draft: PlanDraft) -> None:
         prefills = []
         page_size = self._config.page_size
+        host_has_a_say = any(s.needs_host and s.draws_in_flight for s in self._requests.residents)
         for state in tuple(self._requests.residents):
             if not state.is_resident:
                 continue  # evicted for one before it
@@ -67,8 +68,8 @@ class Planning:
             if planned < state.prefill_end:
                 prefills.append(state)
             elif planned < state.last_position and draft.tokens_left > 0:
-                if state.needs_host and state.in_flight:
-                    continue  # its neighbours go on
+                if state.needs_host and host_has_a_say:
+                    continue  # its neighbours go on; those like it go together, so that no step is half full
                 if planned == len(state.pages) * page_size and not self._grow(state, draft):
                     continue
                 draft.decode(state)

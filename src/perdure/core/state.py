@@ -119,6 +119,11 @@ class RequestState:
         return bool(self.request.params.logits_processors) or self.request.params.structured_outputs is not None
 
     @property
+    def draws_in_flight(self) -> bool:
+        """Whether a token of it is on its way."""
+        return self.in_flight > 0 and self.num_planned >= self.prefill_end
+
+    @property
     def prompt_length(self) -> int:
         return self.stops.prompt_length
 
