@@ -105,7 +105,7 @@ FAULTS = {
     "a_row_planned_before_the_host_had_its_say": (
         "core/planning.py",
         2,
-        "if state.needs_host and state.in_flight:",
+        "if state.needs_host and host_has_a_say:",
         "if False:",
     ),
     "a_history_without_the_output_after_an_eviction": (
