@@ -4,6 +4,7 @@
 #   make test                what CI runs: lint, format, types, tests
 #   make rows                what the last run of the tests witnessed, a line a row or case
 #   make sanitize            the tests of the kernels in C under gcc's address and undefined behaviour sanitizers
+#   make gpu                 what tests/cuda shows and how fast it is, on a machine with a GPU; benchmarks/results/
 #   make soak                the same tests with more lives, storms and time; the report goes to benchmarks/results/
 #   make lint | format | bench | install | clean
 
@@ -11,7 +12,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help run test rows sanitize soak lint format bench install clean
+.PHONY: help run test rows sanitize soak gpu lint format bench install clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -64,6 +65,11 @@ soak: $(VENV)/.stamp-tests $(VENV)/.stamp-model
 	   env $(SOAK) $(BIN)/python -m pytest --no-header --durations=20 -o faulthandler_timeout=0 -m alone || failed=1; \
 	   env $(SOAK) $(SIDE_BY_SIDE) $(BIN)/python -m pytest --no-header --durations=20 -o faulthandler_timeout=0 -m "not alone" $(WORKERS) || failed=1; \
 	   exit $${failed:-0}; } 2>&1 | tee $(REPORT)
+
+gpu: REPORT = benchmarks/results/gpu-$(shell date -u +%Y-%m-%d).json
+gpu: $(VENV)/.stamp-tests
+	$(say) "the engine on a GPU, report in $(REPORT)"
+	@$(BIN)/python benchmarks/gpu.py --profile --json $(REPORT)
 
 lint: $(VENV)/.stamp-tests
 	$(say) "lint, format, types"

@@ -1,12 +1,13 @@
 """The engine on a GPU: whole jobs of models with random weights, against what the hardware allows, and where time goes.
 
-    python benchmarks/gpu.py [--only nano,b1,b64,b256,parity] [--profile] [--json FILE]
+    python benchmarks/gpu.py [--only tests,parity,nano,b1,b64,b256] [--profile] [--json FILE]
 
 - nano: 256 prompts of 100 to 1,024 ids and as many new tokens, in the shape of Qwen3-0.6B. b1, b64, b256: so many
   prompts of 128, 512, 1,024 ids in the shape of Llama-3.1-8B, with 512, 256, 256 new tokens; a step of decoding is the
   whole job less the same prompts with one new token, shared out.
 - All draw at temperature 0.6, do not stop at end ids, read no cached prefix and take and give ids.
-- parity: logits of a small model in float32 and bfloat16 against transformers on the same device.
+- tests: what tests/cuda shows, a row or case a line. parity: logits of a small model in float32 and bfloat16 against
+  transformers on the same device.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +53,8 @@ ENGINE: dict[str, Any] = {
 FLOORS = {"nano": 36200.0, "b1": 284.0, "b64": 9070.0, "b256": 8225.0}
 GATES = {"nano": 18000.0, "b1": 190.0, "b64": 6200.0, "b256": 5700.0}
 UNITS = {"nano": "output tokens/s", "b1": "decode tokens/s", "b64": "output tokens/s", "b256": "output tokens/s"}
+
+ROOT = Path(__file__).parents[1]
 
 Ids = list[list[int]]
 
@@ -123,12 +130,18 @@ def run_job(llm: LLM, prompts: Ids, new_tokens: list[int]) -> float:
 
 
 def kernels(llm: LLM, prompts: Ids, steps: int) -> list[str]:
-    """Where a GPU's time goes in some steps of decoding: microseconds a step, calls a step, name."""
-    run_job(llm, prompts, [2] * len(prompts))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run_job(llm, prompts, [steps + 1] * len(prompts))
-    found = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)[:25]
-    return [f"{one.self_device_time_total / steps:9.1f} {one.count / steps:6.1f} {one.key[:90]}" for one in found]
+    """Where a GPU's time goes in a step of decoding: microseconds a step, calls a step, name."""
+    found: dict[str, list[float]] = {}
+    for sign, new_tokens in ((1, steps + 1), (-1, 1)):  # the same with the prompts alone is taken off
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run_job(llm, prompts, [new_tokens] * len(prompts))
+        for one in profile.key_averages():
+            total = found.setdefault(one.key, [0.0, 0.0])
+            total[0] += sign * one.self_device_time_total / steps
+            total[1] += sign * one.count / steps
+    ranked = sorted(found.items(), key=lambda item: -item[1][0])[:20]
+    busy = sum(max(0.0, us) for us, _ in found.values())
+    return [f"{busy:9.1f}        all kernels", *(f"{us:9.1f} {count:6.1f} {name[:90]}" for name, (us, count) in ranked)]
 
 
 def workload(name: str, model: Path, profile: bool) -> dict[str, Any]:
@@ -155,7 +168,7 @@ def workload(name: str, model: Path, profile: bool) -> dict[str, Any]:
         result["value"] = round(1 / step if name == "b1" else sum(new_tokens) / seconds, 1)
     result["description"] = {k: v for k, v in llm.describe().items() if k in ("cuda_graphs", "pool", "kernels")}
     if profile:
-        result["kernels"] = kernels(llm, prompts, 20)
+        result["kernels"] = kernels(llm, prompts, 32)
     llm.shutdown()
     del llm, host
     gc.collect()
@@ -199,9 +212,26 @@ def parity(folder: Path) -> dict[str, Any]:
     return found
 
 
+def tests() -> dict[str, Any]:
+    """What tests/cuda passes here, and the rows and cases that it witnessed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "witnessed"
+        workers = ["-n", "14"] if find_spec("xdist") else []
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *workers, "tests/cuda"]
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"PERDURE_WITNESS": str(file)}, capture_output=True, text=True
+        )
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if failed:
+        print(done.stdout[-20_000:])
+    summary = next((line for line in reversed(done.stdout.splitlines()) if " passed" in line or " failed" in line), "")
+    return {"workload": "tests", "summary": summary, "failed": failed, "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="parity,nano,b1,b64,b256")
+    parser.add_argument("--only", default="tests,parity,nano,b1,b64,b256")
     parser.add_argument("--profile", action="store_true", help="a table of kernels for each workload")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -214,9 +244,12 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         for name in args.only.split(","):
-            result = parity(Path(folder)) if name == "parity" else workload(name, Path(folder), args.profile)
+            if name == "tests":
+                result = tests()
+            else:
+                result = parity(Path(folder)) if name == "parity" else workload(name, Path(folder), args.profile)
             report["workloads"].append(result)
-            print(json.dumps({k: v for k, v in result.items() if k != "kernels"}), flush=True)
+            print(json.dumps({k: v for k, v in result.items() if k not in ("kernels", "rows")}), flush=True)
             print(*result.get("kernels", ()), sep="\n", flush=True)
             if args.json:
                 args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -3,6 +3,7 @@
 - Other weights are checked whole - every name, shape and type - before the first byte of the old ones is touched.
 - They are written where the old ones lie, so whoever computes with them goes on; one weight at a time is held twice.
 - On a CPU the host's memory is the device's own, so weights that are put away go to a temporary file, not to a copy.
+  Those of a GPU go to pinned memory of the host, and come back to whatever addresses there are.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class WeightSet:
         self.digest = digest
         self.is_whole = True
         self._file: BinaryIO | None = None
+        self._copies: list[Tensor] = []
         self._is_freed = False
 
     # Other weights
@@ -128,7 +130,13 @@ class WeightSet:
     # Away and back
 
     def save(self) -> None:
-        """Copy all to a temporary file. Raises OSError where it has no room; nothing has changed then."""
+        """Copy all to a temporary file, or to the host. Raises where there is no room; nothing has changed then."""
+        if self._is_on_gpu:
+            self._copies = [torch.empty_like(one, device="cpu", pin_memory=True) for one in self._memories()]
+            for copy, one in zip(self._copies, self._memories(), strict=True):
+                copy.copy_(one, non_blocking=True)
+            torch.cuda.synchronize()
+            return
         file = tempfile.TemporaryFile()  # noqa: SIM115 - kept until the weights are back
         try:
             for memory in self._memories():
@@ -141,7 +149,12 @@ class WeightSet:
             raise
         self._file = file
 
+    @property
+    def _is_on_gpu(self) -> bool:
+        return any(isinstance(weight, Tensor) and weight.is_cuda for weight in self._weights.values())
+
     def forget_saved(self) -> None:
+        self._copies = []
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -157,6 +170,8 @@ class WeightSet:
         for product in self._weights.products.values():
             product.release()
         self._is_freed, self.is_whole = True, False
+        if self._is_on_gpu:
+            torch.cuda.empty_cache()
         _trim()
 
     def take_back(self) -> None:
@@ -169,6 +184,11 @@ class WeightSet:
                     part.reserve()
             else:
                 weight.untyped_storage().resize_(weight.nbytes)
+        if self._copies:
+            for copy, one in zip(self._copies, self._memories(), strict=True):
+                one.copy_(copy, non_blocking=True)
+            torch.cuda.synchronize()
+            self.is_whole = True
         if self._file is not None:
             self._file.seek(0)
             for memory in self._memories():

@@ -13,7 +13,9 @@ import torch
 
 
 class FixedMemory(Protocol):
-    """Memory that comes and goes at one address."""
+    """Memory that comes and goes at one address. is_committed: whether it may be touched."""
+
+    is_committed: bool
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """All of it as one flat tensor."""
@@ -34,6 +36,7 @@ class Arena:
     def __init__(self, num_bytes: int) -> None:
         assert num_bytes > 0, num_bytes
         self.num_bytes = num_bytes
+        self.is_committed = True
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self._map = mmap.mmap(-1, num_bytes, flags=flags)
 

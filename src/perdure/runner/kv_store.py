@@ -66,6 +66,11 @@ class KVStore:
         self._arena.release()
         self._away = None
 
+    @property
+    def is_here(self) -> bool:
+        """Whether pages may be touched."""
+        return self._arena.is_committed
+
     def begin_anew(self) -> None:
         """Give the memory back and take it again, with nothing in it that was there."""
         self.release()

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from perdure.api.directive import Clear, Directive, LoadWeights, Sleep, Wake
+from perdure.api.directive import Clear, Directive
 from perdure.api.plan import DeviceRow, ScoreColumns, StepOutput, StepPlan
 from perdure.models.base import Model
 from perdure.models.store import Store
@@ -28,6 +28,7 @@ from perdure.runner.grammars import Grammars
 from perdure.runner.inputs import pack
 from perdure.runner.kv_store import KVStore
 from perdure.runner.masks import Masks
+from perdure.runner.memory import Memory
 from perdure.runner.row_store import RowStore
 from perdure.runner.sampler import Sampler, ScoreEntries
 
@@ -69,12 +70,10 @@ class Runner:
         self.attention_backend = self._forms[self._kinds[0]].name
         self.attention = ", ".join(dict.fromkeys(form.kernel for form in self._forms.values()))
         self._row_tile = row_tile
-        self._weights = weights
-        self.staged: dict[int, Store] = {}
-        """Weights to be loaded, by the ticket of their update: checked, and put here before it is sent."""
         self._native = library()
         self._failed: dict[int, str] = {}
         self._kv = KVStore(config, num_pages, page_size)
+        self.memory = Memory(self._kv, weights)
         self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size), config.vocab_size)
         self.grammars = grammars or Grammars(None, config.vocab_size, ())
         self._masks = Masks(self.grammars, config.vocab_size)
@@ -113,48 +112,16 @@ class Runner:
 
     @torch.inference_mode()
     def perform(self, directive: Directive) -> str:
-        """Between steps: give memory back, take it again, load weights. Raises where it cannot. Returns the digest of
-        the weights that it loaded, if it did."""
-        match directive:
-            case Sleep():
-                self._sleep(directive)
-            case Wake(kv, weights, pages):
-                if weights:
-                    assert self._weights is not None
-                    self._weights.take_back()
-                if kv:
-                    self._kv.restore(pages)
-            case Clear():
-                self._kv.begin_anew()
-                self._failed.clear()
-            case LoadWeights(ticket):
-                assert self._weights is not None
-                self._weights.load(self.staged.pop(ticket))
-                return self._weights.digest
-        return ""
-
-    def _sleep(self, directive: Sleep) -> None:
-        """First what may fail, then what cannot."""
-        if directive.weights == "offload":
-            assert self._weights is not None
-            self._weights.save()
-        try:
-            if directive.kv == "offload":
-                self._kv.offload(directive.pages)
-        except BaseException:
-            if directive.weights == "offload" and self._weights is not None:
-                self._weights.forget_saved()
-            raise
-        if directive.kv == "recompute":
-            self._kv.release()
-        if directive.weights != "keep":
-            assert self._weights is not None
-            self._weights.give_back()
+        """Between steps (`memory.Memory.perform`)."""
+        digest = self.memory.perform(directive)
+        if isinstance(directive, Clear):
+            self._failed.clear()
+        return digest
 
     @property
-    def has_whole_weights(self) -> bool:
-        """False after a load that failed when it had begun."""
-        return self._weights is None or self._weights.is_whole
+    def staged(self) -> dict[int, Store]:
+        """Weights to be loaded, by the ticket of their update."""
+        return self.memory.staged
 
     def fail(self, slots: Iterable[int], message: str) -> None:
         """The rows in these slots hold nothing to go on from: they fail in steps launched already, and write nothing,

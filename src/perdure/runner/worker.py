@@ -64,7 +64,7 @@ class ThreadedRunner:
             return Outcome(weights=self._runner.perform(directive))
         except Exception as error:
             known = error if isinstance(error, PerdureError) else DeviceError(f"{type(error).__name__}: {error}")
-            return Outcome(Failure.of(known), changed=not self._runner.has_whole_weights)
+            return Outcome(Failure.of(known), changed=not self._runner.memory.has_whole_weights)
 
     def close(self) -> None:
         """Run what was launched, then end the thread. Closing twice is closing once."""

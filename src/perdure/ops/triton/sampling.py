@@ -20,7 +20,7 @@ from torch import Tensor
 
 CHUNK = 4096  # ids of one program
 BLOCK = 64  # ids of one block of the draw's sum
-UNROLL = 64  # blocks fetched together: each alone would wait for memory
+GROUP = 64  # blocks fetched together: each alone would wait for memory
 
 
 @triton.jit
@@ -237,8 +237,8 @@ def _uniform(seed_low, seed_high, index, child):
 @triton.jit
 def _draw_kernel(
     logits, best, best_id, temperature, top_k, min_p, seed_low, seed_high, output_index, child, forced, slots, border,
-    last_tie, sums, running, inside, tokens, bad_rows, last_token, V, C, num_blocks, stride,
-    CP: tl.constexpr, UNROLL: tl.constexpr, TILE: tl.constexpr,
+    last_tie, sums, ends, inside, tokens, bad_rows, last_token, V, C, num_blocks, stride,
+    CP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The token of one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -247,23 +247,30 @@ def _draw_kernel(
     if (heat != 0.0) & (tl.load(top_k + row) != 1) & (not bad):
         heat = tl.maximum(heat, 1.1754943508222875e-38)
         at = sums + row * num_blocks
-        to = running + row * num_blocks
+        to = ends + row * GROUPS
         total = 0.0
-        for start in range(0, num_blocks, UNROLL):
-            for step in tl.static_range(UNROLL):
-                total += tl.load(at + start + step)
-                tl.store(to + start + step, total)
+        for group in range(0, num_blocks // 64):
+            for step in tl.static_range(64):  # no store among them: they are fetched together
+                total += tl.load(at + group * 64 + step)
+            tl.store(to + group, total)
         tl.debug_barrier()
         u = _uniform(
             tl.load(seed_low + row), tl.load(seed_high + row), tl.load(output_index + row), tl.load(child + row)
         )
         target = u * total
-        block = 2147483647
-        for start in range(0, num_blocks, TILE):
-            blocks = start + tl.arange(0, TILE)
-            values = tl.load(to + blocks, mask=blocks < num_blocks, other=float("-inf"))
-            block = tl.minimum(block, tl.min(tl.where(values > target, blocks, 2147483647), 0))
-        block = tl.minimum(block, num_blocks - 1)
+        groups = tl.arange(0, GROUPS)
+        values = tl.load(to + groups, mask=groups < num_blocks // 64, other=float("-inf"))
+        group = tl.min(tl.where(values > target, groups, num_blocks // 64 - 1), 0)
+        sum_before = tl.where(group > 0, tl.load(to + tl.maximum(group - 1, 0)), 0.0)
+        block = -1
+        reached = sum_before
+        for step in tl.static_range(64):
+            sum_with = sum_before + tl.load(at + group * 64 + step)
+            is_first = (block < 0) & (sum_with > target)
+            reached = tl.where(is_first, sum_before, reached)
+            block = tl.where(is_first, group * 64 + step, block)
+            sum_before = sum_with
+        block = tl.maximum(block, 0)
         lanes = tl.arange(0, 64)
         w = _weights(
             logits, row, stride, block * 64 + lanes, V, top, heat, tl.load(border + row), tl.load(last_tie + row),
@@ -271,8 +278,6 @@ def _draw_kernel(
         )  # fmt: skip
         tl.store(inside + row * 64 + lanes, w)
         tl.debug_barrier()
-        reached = tl.load(to + tl.maximum(block - 1, 0))
-        reached = tl.where(block > 0, reached, 0.0)
         found = -1
         last = 0
         for lane in tl.static_range(64):
@@ -330,11 +335,13 @@ def draw_tokens(logits: Tensor, settings: Settings, tokens: Tensor, bad_rows: Te
         return
     chunks, device = num_chunks(vocab_size), logits.device
     padded = triton.next_power_of_2(chunks)
-    num_blocks = triton.cdiv(triton.cdiv(vocab_size, BLOCK), UNROLL) * UNROLL
+    num_blocks = triton.cdiv(triton.cdiv(vocab_size, BLOCK), GROUP) * GROUP
     best, best_id = _tops(logits)
     border = torch.empty(num_rows, dtype=torch.float32, device=device)
     last_tie = torch.empty(num_rows, dtype=torch.int32, device=device)
-    sums = torch.empty(2, num_rows, num_blocks, dtype=torch.float32, device=device)
+    sums = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
+    groups = triton.next_power_of_2(num_blocks // GROUP)
+    ends = torch.empty(num_rows, groups, dtype=torch.float32, device=device)
     inside = torch.empty(num_rows, BLOCK, dtype=torch.float32, device=device)
     s, stride = settings, logits.stride(0)
     _filter_kernel[(num_rows,)](
@@ -342,13 +349,13 @@ def draw_tokens(logits: Tensor, settings: Settings, tokens: Tensor, bad_rows: Te
         CP=padded, TILE=min(CHUNK, triton.next_power_of_2(vocab_size)), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     _mass_kernel[(num_rows, chunks)](
-        logits, best, best_id, s.temperature, s.top_k, s.min_p, border, last_tie, sums[0], vocab_size, chunks,
+        logits, best, best_id, s.temperature, s.top_k, s.min_p, border, last_tie, sums, vocab_size, chunks,
         num_blocks, stride, CHUNK=CHUNK, CP=padded, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     _draw_kernel[(num_rows,)](
         logits, best, best_id, s.temperature, s.top_k, s.min_p, s.seed_low, s.seed_high, s.output_index, s.child,
-        s.forced, s.slots, border, last_tie, sums[0], sums[1], inside, tokens, bad_rows, last_token, vocab_size, chunks,
-        num_blocks, stride, CP=padded, UNROLL=UNROLL, TILE=256, num_warps=1, enable_fp_fusion=False,
+        s.forced, s.slots, border, last_tie, sums, ends, inside, tokens, bad_rows, last_token, vocab_size, chunks,
+        num_blocks, stride, CP=padded, GROUPS=groups, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 

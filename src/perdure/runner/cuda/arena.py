@@ -47,7 +47,7 @@ class CudaArena:
         self._size = ctypes.c_size_t(self.num_bytes)
         self._address = ctypes.c_uint64()
         self._handle = ctypes.c_uint64()
-        self._is_committed = False
+        self.is_committed = False
         none = ctypes.c_uint64(0)
         self._call("cuMemAddressReserve", ctypes.byref(self._address), self._size, ctypes.c_size_t(0), none, none)
         self.commit()
@@ -63,7 +63,7 @@ class CudaArena:
 
     def commit(self) -> None:
         """Take memory, with anything in it. MemoryError: there is none, and nothing has changed."""
-        if self._is_committed:
+        if self.is_committed:
             return
         zero = ctypes.c_uint64(0)
         self._call("cuMemCreate", ctypes.byref(self._handle), self._size, ctypes.byref(self._properties), zero)
@@ -74,16 +74,16 @@ class CudaArena:
         except BaseException:
             self._driver.cuMemRelease(self._handle)
             raise
-        self._is_committed = True
+        self.is_committed = True
 
     def release(self) -> None:
         """Give the memory back to the driver; the address stays, and must not be touched until `commit`."""
-        if not self._is_committed:
+        if not self.is_committed:
             return
         torch.cuda.synchronize()
         self._call("cuMemUnmap", self._address, self._size)
         self._call("cuMemRelease", self._handle)
-        self._is_committed = False
+        self.is_committed = False
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._driver, name)(*arguments)

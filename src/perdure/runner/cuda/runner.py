@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perdure.api.directive import Clear, Directive, LoadWeights, Outcome, Sleep, Wake
+from perdure.api.directive import Clear, Directive, Outcome, Wake
 from perdure.api.errors import DeviceError, PerdureError
 from perdure.api.event import Failure
 from perdure.api.plan import NO_LOGPROBS, DeviceRow, StepOutput, StepPlan
@@ -40,6 +40,7 @@ from perdure.runner.functions import Functions
 from perdure.runner.grammars import Grammars
 from perdure.runner.inputs import Ints, PackedStep, Targets, pack
 from perdure.runner.masks import Masks
+from perdure.runner.memory import Memory
 from perdure.runner.row_store import RowStore
 from perdure.runner.sampler import TARGET_SLICE, Sampler, ScoreEntries
 from perdure.runner.shapes import Shape, ShapeRules, shapes
@@ -81,9 +82,6 @@ class CudaRunner:
         form = self._forms[self._kinds[0]]
         self.attention_backend = self.attention = form.name
         self._block_size = form.block_size
-        self._weights = weights
-        self.staged: dict[int, Store] = {}
-        """Weights to be loaded, by the ticket of their update: checked, and put here before it is sent."""
         self.threads: tuple[Thread, ...] = ()
         self._failed: dict[int, str] = {}
         self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size), config.vocab_size)
@@ -92,6 +90,7 @@ class CudaRunner:
         self._sampler = Sampler(model, self._rows, self._masks, 1)
         with torch.inference_mode():
             self._kv = DevicePages(config, num_pages, page_size, dtype, device)
+            self.memory = Memory(self._kv, weights)
             self._table = torch.zeros(self._rows.block_table.shape, dtype=torch.int32, device=device)
             self._last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
             """Of each slot, and of one that nobody has."""
@@ -102,9 +101,10 @@ class CudaRunner:
             self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
             self._staging = Staging(largest.num_words, 2 * max_num_seqs, device)
             self._largest = largest
+            self._is_stale = False
             self.graphs: Graphs | None = None
             if rules is not None:
-                self.graphs = Graphs(shapes(rules), self._compute_shape, device)
+                self.graphs = Graphs(shapes(rules), self._pad_shape, self._compute_shape, device)
 
     @property
     def functions(self) -> Functions:
@@ -131,11 +131,27 @@ class CudaRunner:
         """Between steps: give memory back, take it again, load weights."""
         try:
             with torch.inference_mode():
-                return Outcome(weights=self._perform(directive))
+                digest = self.memory.perform(directive)
+                self._recapture(directive)
         except Exception as error:
             known = error if isinstance(error, PerdureError) else DeviceError(f"{type(error).__name__}: {error}")
-            whole = self._weights is None or self._weights.is_whole
-            return Outcome(Failure.of(known), changed=not whole)
+            return Outcome(Failure.of(known), changed=not self.memory.has_whole_weights)
+        if isinstance(directive, Clear):
+            self._failed.clear()
+        return Outcome(weights=digest)
+
+    def _recapture(self, directive: Directive) -> None:
+        """Weights may have come back to other addresses (pages never do): then graphs are captured anew, once pages are
+        there to be looked at."""
+        self._is_stale |= isinstance(directive, Wake) and directive.weights
+        if self._is_stale and self._kv.is_here and self.graphs is not None:
+            self.graphs.capture()
+            self._is_stale = False
+
+    @property
+    def staged(self) -> dict[int, Store]:
+        """Weights to be loaded, by the ticket of their update."""
+        return self.memory.staged
 
     def check(self, rows: Sequence[DeviceRow]) -> None:
         """The device's rows, and the host's account of them, are what the core says. Raises AssertionError."""
@@ -162,40 +178,21 @@ class CudaRunner:
     @torch.inference_mode()
     def run_padding(self) -> None:
         """Run the largest step there can be, without a row: what it takes can be measured."""
-        staged = self._staging.take()
-        StepColumns.on_host(staged.words[: self._largest.num_words], self._largest).pad(len(self._rows.request))
-        staged.copy_to(self._words[: self._largest.num_words])
+        self._pad(self._largest)
         self._compute_size(self._largest)
-        self._staging.give_back(staged)
+
+    def _pad_shape(self, shape: Shape) -> None:
+        self._pad(self._size_of(shape))
+
+    def _pad(self, size: StepSize) -> None:
+        """Put a step without a row in place."""
+        words = torch.zeros(size.num_words, dtype=torch.int32)
+        StepColumns.on_host(words.numpy(), size).pad(nobody=len(self._rows.request))
+        self._words[: size.num_words].copy_(words)
 
     def fail(self, slots: Iterable[int], message: str) -> None:
         """The rows in these slots hold nothing to go on from, until their slot gets another request."""
         self._failed.update((slot, message) for slot in slots)
-
-    # Directives
-
-    def _perform(self, directive: Directive) -> str:
-        match directive:
-            case Sleep(kv, weights, pages):
-                if weights != "keep":
-                    raise DeviceError(
-                        f"weights={weights!r}: weights cannot be put away on CUDA yet; give weights='keep'"
-                    )
-                if kv == "offload":
-                    self._kv.offload(pages)
-                elif kv == "recompute":
-                    self._kv.release()
-            case Wake(kv, _, pages):
-                if kv:
-                    self._kv.restore(pages)
-            case Clear():
-                self._kv.begin_anew()
-                self._failed.clear()
-            case LoadWeights(ticket):
-                assert self._weights is not None
-                self._weights.load(self.staged.pop(ticket))
-                return self._weights.digest
-        return ""
 
     # A step
 
