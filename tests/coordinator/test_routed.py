@@ -78,3 +78,31 @@ def test_route_prefix(policy: str, make_fleet: MakeFleet, direct: LLM) -> None:
     check_equal(again, alone)
     assert first.num_cached_tokens == 0 and again.num_cached_tokens == 32
     witness(f"route-prefix-{policy}", cached=again.num_cached_tokens, read=client.stats().num_cached_tokens)
+
+
+@pytest.mark.parametrize(
+    ("row", "alpha", "ttl_s", "cached"),
+    [("sched-affinity", 0.0, 300.0, 32), ("sched-load", 100.0, 300.0, 0), ("sched-expired", 0.0, 0.0, 0)],
+)
+def test_sched(row: str, alpha: float, ttl_s: float, cached: int, make_fleet: MakeFleet, direct: LLM) -> None:
+    """A warm prompt, and a competitor on the warm replica: the prefix, the load or the time decides."""
+    fleet = make_fleet(routing=Routing("longest_prefix", alpha=alpha, affinity_ttl=ttl_s))
+    client, ids = fleet.client(), prompt(33)
+    client.generate([ids], settings())
+
+    async def beside() -> RequestOutput:
+        competitor = await asyncio.to_thread(fleet.connect)
+        await competitor.pause()
+        held = competitor.submit(prompt(20, seed=5), settings(max_tokens=4))
+        await asyncio.to_thread(fleet.wait_until, lambda: sum(fleet.owners().values()) == 1, "one is held")
+        again = competitor.submit(ids, settings())
+        await asyncio.to_thread(fleet.wait_until, lambda: sum(fleet.owners().values()) == 2, "both are")
+        assert sorted(fleet.owners().values()) == ([0, 2] if row == "sched-affinity" else [1, 1])
+        await competitor.resume()
+        await held
+        return await again
+
+    result = asyncio.run(beside())
+    check_equal(result, direct.generate([ids], settings())[0])
+    assert result.num_cached_tokens == cached
+    witness(row, warm_pages_read=cached or "none", alpha=str(alpha))
