@@ -106,3 +106,24 @@ def test_sched(row: str, alpha: float, ttl_s: float, cached: int, make_fleet: Ma
     check_equal(result, direct.generate([ids], settings())[0])
     assert result.num_cached_tokens == cached
     witness(row, warm_pages_read=cached or "none", alpha=str(alpha))
+
+
+def test_sched_chunk_beside_decode(make_fleet: MakeFleet, direct: LLM) -> None:
+    fleet = make_fleet(num_replicas=1, max_num_batched_tokens=32)
+
+    async def run() -> list[RequestOutput]:
+        client = await asyncio.to_thread(fleet.connect)
+        decoding = client.submit(prompt(5), settings(max_tokens=40))
+        async for _ in decoding:
+            break
+        target = client.submit(prompt(65), settings(prompt_logprobs=0))
+        return [await decoding, await target]
+
+    decoding, target = asyncio.run(run())
+    check_equal(target, direct.generate([prompt(65)], settings(prompt_logprobs=0))[0])
+    check_equal(decoding, direct.generate([prompt(5)], settings(max_tokens=40))[0])
+    assert target.metrics is not None
+    chunks = [event.num_tokens for event in target.metrics.events if event.kind == "chunk"]
+    prefill = [size for size in chunks if size > 1 or sum(chunks) == 65]
+    assert len(prefill) >= 3 and max(prefill) <= 32
+    witness("sched-chunk-beside-decode", chunks=prefill)
