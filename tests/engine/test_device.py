@@ -14,7 +14,7 @@ from tests.engine.conftest import MakeLLM
 def test_a_gpu_that_is_not_there_is_refused_before_a_model_is_looked_for() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one here")
-    with pytest.raises(InvalidValue, match="device='cuda': torch .* finds no CUDA device here"):
+    with pytest.raises(InvalidValue, match=r"device='cuda': torch .* finds no CUDA device here"):
         resolve(EngineConfig(device="cuda", model="no/such/model"))
 
 
