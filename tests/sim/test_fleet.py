@@ -25,7 +25,7 @@ VISITED = (
         "refused InvalidValue",
         "refused StateError",
     ),
-    *(f"{order} done" for order in ("Pause", "Suspend", "Resume", "UpdateWeights", "Reset", "GetStats")),
+    *(f"{order} done" for order in ("Pause", "Suspend", "Resume", "UpdateWeights", "GetStats")),
     *("children moved", "checkpoints with ended children"),
     *("UpdateWeights ModelNotFound", "Reset StateError", "calls blocking", "calls by messages"),
 )

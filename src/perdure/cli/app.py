@@ -16,11 +16,13 @@ from typer.core import TyperGroup
 from perdure import PerdureError, __version__
 from perdure.cli.bench import bench
 from perdure.cli.chat import chat
+from perdure.cli.coordinator import coordinator
 from perdure.cli.generate import generate
 from perdure.cli.info import info
 from perdure.cli.logprobs import logprobs
 from perdure.cli.make_tiny import make_tiny
 from perdure.cli.output import complain, show_log_lines
+from perdure.cli.replica import replica
 from perdure.cli.trace import trace
 
 EXIT_WRONG = 2
@@ -61,7 +63,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for command in (generate, chat, logprobs, info, make_tiny, trace):
+for command in (generate, chat, logprobs, info, make_tiny, trace, coordinator, replica):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

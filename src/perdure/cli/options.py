@@ -116,6 +116,9 @@ class SamplingOptions:
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+SecretOption = Annotated[
+    Path | None, typer.Option(help="A file whose content clients, coordinator and replicas share.", show_default=False)
+]
 IdsOption = Annotated[str | None, typer.Option(metavar="1,2,3", help="A prompt of token ids.", show_default=False)]
 
 

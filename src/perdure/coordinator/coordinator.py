@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from perdure.coordinator.link import BEAT_S
 from perdure.coordinator.router import Router, Routing
-from perdure.coordinator.sessions import SILENCE_S, Answerer, Happening
+from perdure.coordinator.sessions import SILENCE_S, Answerer, Happening, Lost
 
 
 class Coordinator:
@@ -22,6 +22,10 @@ class Coordinator:
     def take(self, address: bytes, frames: list[bytes], now: float) -> None:
         """A packet came from this address."""
         self._follow(self.sessions.take(address, frames, now), now)
+
+    def expel(self, address: bytes, now: float) -> None:
+        """Whoever speaks from there says what nobody can follow; nobody else is to suffer from it."""
+        self._follow([Lost(session) for session in self.sessions.close_address(address)], now)
 
     def _follow(self, happened: list[Happening], now: float) -> None:
         router = self.router

@@ -6,15 +6,21 @@ its output where it can be reached, and ends when its input does: with whoever s
 
 from __future__ import annotations
 
+import logging
 import secrets
+import signal
 import time
+from collections.abc import Callable
 
 import msgspec
 
+from perdure.api.config import EngineConfig
 from perdure.coordinator.coordinator import Coordinator
 from perdure.coordinator.parent import end_with_input, first_line
 from perdure.coordinator.router import Routing
-from perdure.coordinator.wire import AnsweringSocket
+from perdure.coordinator.wire import AnsweringSocket, read_secret
+
+log = logging.getLogger("perdure")
 
 
 def new_number() -> int:
@@ -38,7 +44,11 @@ class Service:
                 socket.wait(coordinator.due(time.monotonic()) - time.monotonic())
                 now = time.monotonic()
                 for address, *frames in socket.received():
-                    coordinator.take(address, frames, now)
+                    try:
+                        coordinator.take(address, frames, now)
+                    except Exception:
+                        log.exception("a packet could not be followed: the session it came in is ended")
+                        coordinator.expel(address, now)
                 coordinator.tick(now)
                 for address, packet in coordinator.packets(now):
                     socket.send(address, packet)
@@ -47,6 +57,15 @@ class Service:
         """From any thread: end without a word. Who waits will call again, and may find another coordinator."""
         self._is_stopping = True
         self._socket.waker.wake()
+
+
+def serve(endpoint: str, secret_file: str | None, config: EngineConfig, say: Callable[[str], None]) -> None:
+    """A coordinator as a program of its own: until SIGTERM, or until a client stops everything. Ctrl-C ends it too.
+    say: told where it can be reached. Raises `InvalidValue`."""
+    service = Service(endpoint, Routing.of(config), read_secret(secret_file))
+    signal.signal(signal.SIGTERM, lambda number, frame: service.stop())
+    say(service.endpoint)
+    service.run()
 
 
 class Settings(msgspec.Struct, frozen=True):

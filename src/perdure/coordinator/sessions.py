@@ -132,6 +132,13 @@ class Answerer:
         if (peer := self._peers.pop(session, None)) is not None:
             del self._by_caller[peer.link.caller]
 
+    def close_address(self, address: bytes) -> list[int]:
+        """End all sessions from there."""
+        found = [number for number, peer in self._peers.items() if peer.address == address]
+        for number in found:
+            self.close(number)
+        return found
+
     def excuse(self, seconds: float) -> None:
         """Nobody could be heard for so long."""
         for peer in self._peers.values():

@@ -153,6 +153,7 @@ class Engine(Desk):
         On a thread of the engine's own it only asks for the end: a collector runs on any thread and may drop an engine
         there, which must not wait for itself.
         """
+        self._inbox.hold(False)  # whoever held it may be gone
         with contextlib.suppress(EngineDead):
             self.ask(cmd.Stop)
         if threading.current_thread() not in self._threads:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.errors import EngineDead, InvalidValue, StateError
 from perdure.api.event import Failure
-from perdure.api.request import RequestId
+from perdure.api.request import Request, RequestId
 from perdure.coordinator import messages as m
 from perdure.coordinator.client import Submissions, Told
 from perdure.coordinator.service import new_number
@@ -38,6 +39,8 @@ from perdure.models.weight_set import Source
 
 PATIENCE_S = 60.0
 """How long a client hears nothing before it gives up."""
+FAREWELL_S = 2.0
+"""How long a client that goes waits for the ends of its requests."""
 MOST_UNSENT = 64 * 2**20
 """Bytes on the way to the coordinator; who submits more waits."""
 
@@ -74,7 +77,7 @@ class RemoteEngine(Desk):
         self._num_serving = 0
         self._wanted = num_replicas
         self._changed = threading.Condition(self._lock)
-        self._is_closing = False
+        self._is_closing = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="perdure-client", daemon=True)
         self._thread.start()
         self._wait_until_ready(tokenizer)
@@ -122,11 +125,6 @@ class RemoteEngine(Desk):
     # Callers' threads
 
     def submit(self, submissions: list[tuple[cmd.Submit, Receiver]]) -> None:
-        for one, _ in submissions:
-            if not all(isinstance(name, str) for name in one.request.params.logits_processors):
-                raise InvalidValue(
-                    "logits_processors: a function of this process reaches no replica: 'module:function'"
-                )
         with self._changed:
             self._changed.wait_for(lambda: self._dead is not None or self._num_unsent < MOST_UNSENT)
         super().submit(submissions)
@@ -156,8 +154,14 @@ class RemoteEngine(Desk):
         self._socket.waker.wake()
 
     def close(self) -> None:
-        """Requests of this client end; the replicas go on serving others."""
+        """Requests of this client end with what they have; the replicas go on serving others."""
         self._is_closing = True
+        if threading.current_thread() is not self._thread and self._details is not None:
+            with contextlib.suppress(EngineDead):
+                self.send(cmd.Abort(everything=True))
+            with self._changed:
+                self._changed.wait_for(lambda: self._dead is not None or not self._receivers, FAREWELL_S)
+        self._is_closed = True
         self._socket.waker.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -168,7 +172,7 @@ class RemoteEngine(Desk):
         reason = "the client is closed"
         try:
             with self._socket:
-                while not self._is_closing and self._caller.refused is None:
+                while not self._is_closed and self._caller.refused is None:
                     self._turn()
                     if time.monotonic() - self._caller.heard_at > self._patience_s:
                         reason = f"no word from the coordinator at {self.endpoint} for {self._patience_s:g} s"
@@ -225,9 +229,8 @@ class RemoteEngine(Desk):
         """Names become tickets here."""
         match command:
             case cmd.Submit(request):
-                if request.request_id in self._names:
-                    live = f"request_id={request.request_id!r} is live: an id is free again when its request ended"
-                    failure = Failure.of(InvalidValue(live))
+                if (why := self._refusal(request)) is not None:
+                    failure = Failure.of(InvalidValue(why))
                     return [Told(ev.Refused(request.ticket, request.request_id, failure), 0.0)]
                 self._names[request.request_id] = request.ticket
             case cmd.Abort(names, tickets, everything):
@@ -243,6 +246,14 @@ class RemoteEngine(Desk):
                 command = replace(command, request_id=None, request_ticket=self._names[name])
         return self._submissions.send(command, source)
 
+    def _refusal(self, request: Request) -> str | None:
+        """Why it goes nowhere."""
+        if request.request_id in self._names:
+            return f"request_id={request.request_id!r} is live: an id is free again when its request ended"
+        if not all(isinstance(name, str) for name in request.params.logits_processors):
+            return "logits_processors: a function of this process reaches no replica, 'module:function' does"
+        return None
+
     def _deliver(self, told: list[Told], now: float) -> None:
         for event, happened_at in told:
             if isinstance(event, ev.Ended):
@@ -250,6 +261,9 @@ class RemoteEngine(Desk):
             elif isinstance(event, ev.Refused):
                 self._free(event.request_id, event.ticket)
             self._tell(event, happened_at or now)
+        if self._is_closing and told:
+            with self._changed:
+                self._changed.notify_all()
 
     def _free(self, name: RequestId, ticket: int) -> None:
         if self._names.get(name) == ticket:

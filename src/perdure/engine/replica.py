@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -29,7 +31,7 @@ from perdure.coordinator import messages as m
 from perdure.coordinator.parent import end_with_input, first_line
 from perdure.coordinator.service import new_number
 from perdure.coordinator.sessions import Caller
-from perdure.coordinator.wire import CallingSocket, new_name
+from perdure.coordinator.wire import CallingSocket, new_name, read_secret
 from perdure.engine.bridge import Bridge, Condition
 from perdure.engine.engine import Engine
 from perdure.models.store import Store
@@ -223,6 +225,19 @@ class Replica:
             caller.link.pulse = m.Beat(self.engine.num_steps, bridge.has_work)
         for packet in caller.packets(now):
             socket.send(packet)
+
+
+def serve(endpoint: str, secret_file: str | None, config: EngineConfig, say: Callable[[str], None]) -> None:
+    """A replica as a program of its own: until the coordinator stops everything, or SIGTERM: what it has then goes on
+    elsewhere. say: told once the model is loaded. Raises `InvalidValue`, `ModelLoadError`, `EngineDead`."""
+    replica = Replica(config, endpoint, read_secret(secret_file))
+    signal.signal(signal.SIGTERM, lambda number, frame: replica.leave())
+    say(f"replica {config.replica} calls {endpoint}")
+    try:
+        replica.run()
+    except KeyboardInterrupt:
+        replica.leave()
+        raise
 
 
 class Settings(msgspec.Struct, frozen=True):

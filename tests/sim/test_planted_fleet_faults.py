@@ -1,0 +1,73 @@
+"""The fleet's simulation can fail: each of these faults, planted into a copy of the coordinator, is caught."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+FAULTS = {
+    "a_message_taken_twice": (
+        "coordinator/link.py",
+        "if number <= self._received or number > self._received + WINDOW:",
+        "if number > self._received + WINDOW:",
+    ),
+    "a_session_of_long_ago_taken_for_new": (
+        "coordinator/sessions.py",
+        "if peer is None or peer.link.caller != packet.caller:",
+        "peer = peer or (next(iter(self._peers.values())) if self._peers else None)\n        if peer is None:",
+    ),
+    "a_lost_replica_that_keeps_its_requests": (
+        "coordinator/router.py",
+        "        self.orders.leave(session)\n        self._go_on_elsewhere(replica, now)",
+        "        self.orders.leave(session)",
+    ),
+    "a_replica_that_sends_what_is_known": (
+        "engine/bridge.py",
+        "fresh = max(0, here.num_sent[child] - first)",
+        "fresh = 0",
+    ),
+    "a_seed_resolved_twice": (
+        "engine/bridge.py",
+        "        seed=known.seed,",
+        "        seed=known.seed + 1,",
+    ),
+    "a_retired_entry_that_its_client_keeps": (
+        "coordinator/entries.py",
+        "        if entry.client is not None:\n            self.orphan(entry)\n        del self._by_serial",
+        "        del self._by_serial",
+    ),
+    "one_that_joins_before_it_is_in_line": (
+        "coordinator/orders.py",
+        "        if not orders:\n            self.joined.append(session)",
+        "        if True:\n            self.joined.append(session)",
+    ),
+    "requests_sent_between_prepare_and_apply": (
+        "coordinator/orders.py",
+        "return self._preparing is not None or bool(self._queue)",
+        "return False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_caught(name: str, tmp_path: Path) -> None:
+    file, right, wrong = FAULTS[name]
+    shutil.copytree(ROOT / "src" / "perdure", tmp_path / "perdure", ignore=shutil.ignore_patterns("__pycache__"))
+    planted = tmp_path / "perdure" / file
+    source = planted.read_text()
+    assert source.count(right) == 1, "the line to change is not there any more"
+    planted.write_text(source.replace(right, wrong))
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.sim.fleet", "--count", "100"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode != 0, f"100 fleets did not notice: {name}"
+    assert "replay: python -m tests.sim.fleet" in run.stderr
