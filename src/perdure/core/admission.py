@@ -48,9 +48,7 @@ def _check_other_ids(params: SamplingParams, vocab_size: int) -> None:
         check_ids(name, getattr(params, name) or (), vocab_size)
     for token, _ in params.logit_bias or ():
         if not 0 <= token < vocab_size:
-            raise InvalidValue(
-                f"logit_bias names {token}, which is not a token id of this model: 0 to {vocab_size - 1}"
-            )
+            raise InvalidValue(f"logit_bias: id={token} is not a token id of this model: 0 to {vocab_size - 1}")
     for index, word in enumerate(params.bad_words or ()):
         if isinstance(word, str):
             raise InvalidValue(f"bad_words holds {word!r}, which needs a tokenizer: give lists of ids")
