@@ -236,3 +236,10 @@ def test_the_tokenizers_end_id_is_not_the_models(tmp_path: Path) -> None:
     held = Held(tokenizer, (300,))
     assert held.allowed(Walk(held.ready(choice=["a"]), False), tokenizer.encode("a", False)) == [300]
     held.close()
+
+
+def test_a_schema_nested_deep_by_reference_is_compiled(tiny: Held) -> None:
+    """A thread's usual stack overflows here, which ends the process."""
+    nested = {f"a{n}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{n + 1}"}}} for n in range(1000)}
+    schema = {"$ref": "#/$defs/a0", "$defs": {**nested, "a1000": {"type": "integer"}}}
+    assert tiny.allowed(Walk(tiny.ready(json=schema), False), [])

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 NUM_THREADS = 2
+STACK_BYTES = 256 << 20
+"""Of each thread, in address space: llguidance follows references by recursion, and an overflow ends the process."""
 NUM_IDLE = 64
 """Grammars kept that no request holds."""
 SPACE = r"[ ]|\r?\n[ \t]{0,32}"
@@ -61,7 +63,7 @@ class Grammars:
         """Compile what a request asked, unless that is done; it stays until `release`. The future is done when the
         grammar is ready, or raises `InvalidValue`."""
         with self._lock:
-            entry = self._entries.pop(asked, None) or _Entry(self._pool.submit(self._compile, asked))
+            entry = self._entries.pop(asked, None) or _Entry(self._submit(asked))
             entry.num_holders += 1
             self._entries[asked] = entry
             self._holds[ticket] = asked
@@ -89,6 +91,14 @@ class Grammars:
     def close(self) -> None:
         """What has begun to be compiled is finished, the rest is cancelled."""
         self._pool.shutdown(cancel_futures=True)
+
+    def _submit(self, asked: StructuredOutputsParams) -> Future[LLMatcher]:
+        """A pool makes its threads as work comes."""
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            return self._pool.submit(self._compile, asked)
+        finally:
+            threading.stack_size(usual)
 
     def _compile(self, asked: StructuredOutputsParams) -> LLMatcher:
         try:
