@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from perdure.api.config import EngineConfig
-from perdure.api.errors import InvalidValue
+from perdure.api.errors import InvalidValue, shown
 from perdure.api.sampling import SamplingParams
 
 WRONG: list[dict[str, Any]] = [
@@ -54,6 +54,17 @@ WRONG: list[dict[str, Any]] = [
     {"repetition_penalty": 0},
     {"repetition_penalty": -1.0},
     {"repetition_penalty": float("nan")},
+    {"repetition_penalty": 1e-40},
+    {"repetition_penalty": 1e39},
+    *[{name: 10**5000} for name in ("n", "max_tokens", "seed", "top_k", "temperature", "logprobs", "priority")],
+    *[{name: [10**5000]} for name in ("stop", "stop_token_ids", "bad_words", "logits_processors")],
+    {"logit_bias": {5: 10**5000}},
+    {"logit_bias": ""},
+    {"stop": {"a": 1}},
+    {"bad_words": {"a": 1}},
+    *[{name: given} for name in ("stop_token_ids", "allowed_token_ids", "forced_token_ids") for given in (b"x", "")],
+    {"stop_token_sequences": ""},
+    {"stop_token_sequences": [b"x"]},
     {"presence_penalty": 2.1},
     {"presence_penalty": "0.5"},
     {"frequency_penalty": -2.1},
@@ -83,7 +94,7 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
+@pytest.mark.parametrize("wrong", WRONG, ids=shown)
 def test_T22_a_wrong_value_is_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue) as caught:
         SamplingParams(**wrong)

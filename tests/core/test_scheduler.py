@@ -147,7 +147,7 @@ def test_T15_what_never_fits_is_refused_with_need_and_capacity() -> None:
         ([1, 32], {}, "prompt_token_ids[1]=32"),
         ([2**63 - 1], {}, "0 to 31"),
         ([1], {"stop_token_ids": [32]}, "stop_token_ids[0]=32"),
-        ([1], {"stop_token_sequences": [[1, -1]]}, "stop_token_sequences[1]=-1"),
+        ([1], {"stop_token_sequences": [[1, -1]]}, "stop_token_sequences[0][1]=-1"),
         ([1] * 64, {}, "max_model_len is 64"),
         ([1] * 65, {"max_tokens": 0}, "65 tokens"),
     ],

@@ -191,7 +191,7 @@ def test_T20_an_id_out_of_range_is_refused_beside_a_neighbour(
 
 def test_T20_keys_that_are_strings_are_ids_too(make_llm: MakeLLM, solo: Solo) -> None:
     refused, valid = make_llm().generate([[4, 5]] * 2, [settings(logit_bias={key: 2}) for key in (str(V), "0")])
-    assert isinstance(refused.error, InvalidValue) and f"logit_bias[0]={V} " in str(refused.error)
+    assert isinstance(refused.error, InvalidValue) and f"logit_bias: id={V} " in str(refused.error)
     check_equal(valid, solo([4, 5], settings(logit_bias={0: 2})))
 
 

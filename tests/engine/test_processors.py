@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -276,8 +277,24 @@ def raising(output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    def processor(output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    return processor
+
+
 WRONG: dict[str, tuple[Callable[..., Any], int, str]] = {
     "raises": (raising, 2, "ValueError: planted"),
+    "exits": (raises(SystemExit(3)), 0, "SystemExit: 3"),
+    "is cancelled": (raises(asyncio.CancelledError()), 0, "CancelledError"),
+    "raises what cannot be said": (raises(Unspeakable()), 0, "Unspeakable, whose message raises ZeroDivisionError"),
+    "raises at length": (raises(ValueError("x" * 100_000)), 0, "xxx ... (99412 characters) ... xxx"),
     "nothing": (lambda output_ids, logits: None, 0, "gave NoneType, not a tensor of shape [512]"),
     "shape": (lambda output_ids, logits: logits[:5], 0, "gave shape [5], not a tensor of shape [512]"),
     "nan": (lambda output_ids, logits: logits * math.nan, 0, "no usable logits"),

@@ -11,14 +11,36 @@ from __future__ import annotations
 LONGEST_MESSAGE, KEPT_OF_EACH_END = 1000, 300
 
 
+def shortened(message: str) -> str:
+    """The message, or its two ends if it is too long to read."""
+    if len(message) <= LONGEST_MESSAGE:
+        return message
+    begin, end = message[:KEPT_OF_EACH_END], message[-KEPT_OF_EACH_END:]
+    return f"{begin} ... ({len(message) - len(begin) - len(end)} characters) ... {end}"
+
+
+def described(error: BaseException) -> str:
+    """Kind and message of an error of code that is not ours: even to ask for its message may raise."""
+    try:
+        return shortened(f"{type(error).__name__}: {error}")
+    except Exception as other:
+        return f"{type(error).__name__}, whose message raises {type(other).__name__}"
+
+
+def shown(value: object) -> str:
+    """A caller's value as it is written, whatever it is: an integer of 10,000 digits has no text in Python."""
+    try:
+        return repr(value)
+    except Exception:
+        size = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
+        return f"<{type(value).__name__}{size}>"
+
+
 class PerdureError(Exception):
     """Base of every error this package raises on purpose."""
 
     def __init__(self, message: str = "") -> None:
-        if len(message) > LONGEST_MESSAGE:
-            begin, end = message[:KEPT_OF_EACH_END], message[-KEPT_OF_EACH_END:]
-            message = f"{begin} ... ({len(message) - len(begin) - len(end)} characters) ... {end}"
-        super().__init__(message)
+        super().__init__(shortened(message))
 
 
 class InvalidValue(PerdureError, ValueError):

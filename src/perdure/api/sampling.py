@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from perdure.api.errors import InvalidValue
+from perdure.api.errors import InvalidValue, shown
 from perdure.api.structured import StructuredOutputsParams, structured
 
 OutputKind = Literal["final", "delta", "cumulative"]
@@ -26,6 +26,8 @@ MAX_INTEGER = 2**63 - 1
 MAX_SAMPLES = 2**14
 """Of one prompt: vLLM's limit."""
 MAX_PENALTY = 2.0
+MAX_REPETITION = 1e6
+"""And its inverse the least: beyond, a logit is lost to fp32."""
 MAX_BIAS = 1e30
 """Beyond any logit, and far from the end of fp32."""
 
@@ -46,8 +48,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         and sequences do not count.
     temperature: 0 = greedy, ties to the lowest id. top_k: 0, -1 or >= vocabulary = off; ties at the border are all
         kept, except for 1. top_p in (0, 1]; min_p in [0, 1].
-    repetition_penalty: above 0, 1 = off; counts prompt and output. presence_penalty, frequency_penalty: -2 to 2, 0 =
-        off; count the output only.
+    repetition_penalty: 1e-6 to 1e6, 1 = off; counts prompt and output. presence_penalty, frequency_penalty: -2 to 2,
+        0 = off; count the output only.
     logit_bias: {id: added to its logit}; ids may be strings of digits. allowed_token_ids: nothing else is sampled.
     bad_words: texts or lists of ids that the output never completes, even where the prompt began them.
     logits_processors: functions, or `module:function`, called with (output ids, logits) or (prompt ids, output ids,
@@ -130,9 +132,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"top_p={self.top_p!r} is not in (0, 1]: 1 turns the filter off, temperature=0 is greedy"
             )
         _number("min_p", self.min_p, low=0.0, high=1.0)
-        _number("repetition_penalty", self.repetition_penalty)
-        if self.repetition_penalty <= 0.0:
-            raise InvalidValue(f"repetition_penalty={self.repetition_penalty!r} is not above 0: 1 turns it off")
+        _number("repetition_penalty", self.repetition_penalty, low=1 / MAX_REPETITION, high=MAX_REPETITION)
         for name in ("presence_penalty", "frequency_penalty"):
             _number(name, getattr(self, name), low=-MAX_PENALTY, high=MAX_PENALTY)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -183,34 +183,34 @@ def _integer(name: str, value: Any, *, low: int | None = None, high: int | None 
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidValue(f"{name}={value!r} is not an integer")
+        raise InvalidValue(f"{name}={shown(value)} is not an integer")
     high = MAX_INTEGER if high is None else high
     low = -MAX_INTEGER if low is None else low
     if value < low:
-        raise InvalidValue(f"{name}={value} is below its least value {low}")
+        raise InvalidValue(f"{name}={shown(value)} is below its least value {low}")
     if value > high:
-        raise InvalidValue(f"{name}={value} is above its largest value {high}")
+        raise InvalidValue(f"{name}={shown(value)} is above its largest value {high}")
 
 
 def _number(name: str, value: Any, *, low: float | None = None, high: float | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-        raise InvalidValue(f"{name}={value!r} is not a finite number")
+        raise InvalidValue(f"{name}={shown(value)} is not a finite number")
     if low is not None and value < low:
-        raise InvalidValue(f"{name}={value} is below its least value {low}")
+        raise InvalidValue(f"{name}={shown(value)} is below its least value {low}")
     if high is not None and value > high:
-        raise InvalidValue(f"{name}={value} is above its largest value {high}")
+        raise InvalidValue(f"{name}={shown(value)} is above its largest value {high}")
 
 
 def _choice(name: str, value: Any, allowed: tuple[str, ...], *, optional: bool = False) -> None:
     if not (value is None and optional) and value not in allowed:
-        raise InvalidValue(f"{name}={value!r} is none of {', '.join(allowed)}")
+        raise InvalidValue(f"{name}={shown(value)} is none of {', '.join(allowed)}")
 
 
 def _items(name: str, value: Iterable[Any] | None) -> tuple[Any, ...]:
     if value is None:
         return ()
-    if not isinstance(value, Iterable):
-        raise InvalidValue(f"{name}={value!r} is not a list")
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, Mapping)):
+        raise InvalidValue(f"{name}={shown(value)} is not a list")
     return tuple(value)
 
 
@@ -218,9 +218,9 @@ def _strings(name: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
     given = (value,) if isinstance(value, str) else _items(name, value)
     for item in given:
         if not isinstance(item, str) or not item:
-            raise InvalidValue(f"{name} holds {item!r}, which is not a non-empty string")
+            raise InvalidValue(f"{name} holds {shown(item)}, which is not a non-empty string")
         if not is_unicode(item):
-            raise InvalidValue(f"{name} holds {item!r}, which is not valid Unicode")
+            raise InvalidValue(f"{name} holds {shown(item)}, which is not valid Unicode")
     return given
 
 
@@ -237,7 +237,7 @@ def _ids(name: str, value: Iterable[int] | None) -> tuple[int, ...]:
     given = _items(name, value)
     for item in given:
         if isinstance(item, bool) or not isinstance(item, int) or abs(item) > MAX_INTEGER:
-            raise InvalidValue(f"{name} holds {item!r}, which is not a token id")
+            raise InvalidValue(f"{name} holds {shown(item)}, which is not a token id")
     return given
 
 
@@ -254,9 +254,9 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...] | None:
         return None
     if not isinstance(given, Mapping):
         try:
-            given = dict(given)
+            given = dict(_items("logit_bias", given))
         except (TypeError, ValueError):
-            raise InvalidValue(f"logit_bias={given!r} is not a dictionary of token ids") from None
+            raise InvalidValue(f"logit_bias={shown(given)} is not a dictionary of token ids") from None
     found: dict[int, float] = {}
     for key, value in given.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20 else key
@@ -272,7 +272,7 @@ def _words(given: Any) -> tuple[str | tuple[int, ...], ...] | None:
     if given is None:
         return None
     if isinstance(given, str):
-        raise InvalidValue(f"bad_words={given!r} is not a list of words")
+        raise InvalidValue(f"bad_words={shown(given)} is not a list of words")
     items = _items("bad_words", given)
     return tuple(_strings("bad_words", [one])[0] if isinstance(one, str) else _word_ids(one) for one in items)
 
@@ -287,5 +287,7 @@ def _processors(given: Any) -> tuple[Any, ...]:
     for one in items:
         module, colon, function = one.partition(":") if isinstance(one, str) else ("", "", "")
         if not callable(one) and not (module and colon and function):
-            raise InvalidValue(f"logits_processors holds {one!r}, which is neither a function nor 'module:function'")
+            raise InvalidValue(
+                f"logits_processors holds {shown(one)}, which is neither a function nor 'module:function'"
+            )
     return items

@@ -35,8 +35,8 @@ def stop_rules(request: Request, max_output: int, config: CoreConfig, make_curso
     params = request.params
     check_ids("prompt_token_ids", request.prompt_token_ids, config.vocab_size)
     check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
-    for sequence in params.stop_token_sequences:
-        check_ids("stop_token_sequences", sequence, config.vocab_size)
+    for index, sequence in enumerate(params.stop_token_sequences):
+        check_ids(f"stop_token_sequences[{index}]", sequence, config.vocab_size)
     _check_other_ids(params, config.vocab_size)
     stops = [StopRule(request, config.end_token_ids, max_output, make_cursor) for _ in range(params.n)]
     _check_something_is_left(params, stops[0].masked_ids, config.vocab_size)
@@ -46,11 +46,13 @@ def stop_rules(request: Request, max_output: int, config: CoreConfig, make_curso
 def _check_other_ids(params: SamplingParams, vocab_size: int) -> None:
     for name in ("allowed_token_ids", "logprob_token_ids", "forced_token_ids"):
         check_ids(name, getattr(params, name) or (), vocab_size)
-    check_ids("logit_bias", [token for token, _ in params.logit_bias or ()], vocab_size)
-    for word in params.bad_words or ():
+    for token, _ in params.logit_bias or ():
+        if not 0 <= token < vocab_size:
+            raise InvalidValue(f"logit_bias: id={token} is not a token id of this model: 0 to {vocab_size - 1}")
+    for index, word in enumerate(params.bad_words or ()):
         if isinstance(word, str):
             raise InvalidValue(f"bad_words holds {word!r}, which needs a tokenizer: give lists of ids")
-        check_ids("bad_words", word, vocab_size)
+        check_ids(f"bad_words[{index}]", word, vocab_size)
 
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -13,7 +13,7 @@ from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import CoreConfig
 from perdure.api.directive import Directive, Outcome
 from perdure.api.ending import Ending, Failure
-from perdure.api.errors import InvalidValue, PerdureError, QueueFull, StateError
+from perdure.api.errors import InvalidValue, PerdureError, QueueFull, StateError, described
 from perdure.api.event import Event
 from perdure.api.output import Stats
 from perdure.api.plan import DeviceRow, StepOutput, StepPlan
@@ -155,7 +155,7 @@ class Scheduler:
         try:
             taken = checkpoint.take(group, self.requests.fingerprint)
         except Exception as error:  # want of memory, say: taking only reads, so the request is as it was
-            failure = Failure(StateError.__name__, f"no checkpoint could be made: {type(error).__name__}: {error}")
+            failure = Failure(StateError.__name__, f"no checkpoint could be made: {described(error)}")
             self.requests.events.append(ev.Done(asked.ticket, failure=failure))
             return
         for state in group.children:

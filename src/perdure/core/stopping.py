@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from perdure.api.errors import StepFailed
+from perdure.api.errors import StepFailed, described
 from perdure.api.event import StopMatch
 from perdure.api.request import Request
 
@@ -48,7 +48,7 @@ class StopStrings:
         try:
             new = self._cursor.push([token])
         except Exception as error:  # the tokenizer is not ours: its fault ends this request only
-            raise StepFailed(f"no text could be made of token {token}: {type(error).__name__}: {error}") from error
+            raise StepFailed(f"no text could be made of token {token}: {described(error)}") from error
         text, first_new = self._tail + new, len(self._tail)
         found = self._first_match(text, first_new) if counts else None
         kept = min(len(text), self._longest - 1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from perdure.api.errors import StepFailed
+from perdure.api.errors import StepFailed, described
 from perdure.api.event import Failure, Record
 from perdure.api.output import CompletionOutput, RequestMetrics, RequestOutput
 from perdure.api.request import Request
@@ -67,7 +67,7 @@ def build_completion(
 
 
 def _without_text(record: Record, error: Exception) -> Record:
-    message = f"no text could be made of its tokens: {type(error).__name__}: {error}"
+    message = f"no text could be made of its tokens: {described(error)}"
     return replace(record, finish_reason="error", stop=None, failure=Failure(StepFailed.__name__, message))
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure.api.errors import described
 from perdure.api.plan import Adjustments, RowInit
 from perdure.ops.adjust import Penalties, RowIds, RowMasks, StepAdjustments
 from perdure.ops.select import Floats, Ids
@@ -130,8 +131,8 @@ class RowAdjustments:
             try:
                 for name in special.functions:
                     x[index] = self._called(self.functions.find(name), special, x[index])
-            except Exception as error:
-                errors[index] = f"{type(error).__name__}: {error}"
+            except BaseException as error:  # an exit or a cancellation, too, is of this request alone
+                errors[index] = described(error)
         return x
 
     @staticmethod

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 
 from perdure.api.directive import Directive, Outcome
-from perdure.api.errors import DeviceError, PerdureError
+from perdure.api.errors import DeviceError, PerdureError, described
 from perdure.api.event import Failure
 from perdure.api.plan import DeviceRow, ScoreColumns, StepOutput, StepPlan
 from perdure.runner.runner import Runner
@@ -63,7 +63,7 @@ class ThreadedRunner:
         try:
             return Outcome(weights=self._runner.perform(directive))
         except Exception as error:
-            known = error if isinstance(error, PerdureError) else DeviceError(f"{type(error).__name__}: {error}")
+            known = error if isinstance(error, PerdureError) else DeviceError(described(error))
             return Outcome(Failure.of(known), changed=not self._runner.memory.has_whole_weights)
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class ThreadedRunner:
         try:
             return self._runner.execute(plan)
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
+            message = described(error)
             self._runner.fail(plan.slot, message)
             return failed_output(plan, message)
 
