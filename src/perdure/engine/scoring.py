@@ -21,8 +21,8 @@ SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
 class Scoring:
     """What one call asks: `prompts` are to be run with `SCORING`, `shown` turns their results into the call's.
 
-    bare: one prompt was given, not a list. An error stands in place of a prompt that is wrong, or
-    whose continuation is.
+    bare: one prompt was given, not a list. An error stands in place of a prompt that is wrong,
+    or whose continuation is.
     """
 
     def __init__(
