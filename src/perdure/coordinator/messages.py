@@ -160,17 +160,26 @@ class Parts(msgspec.Struct, frozen=True, tag=9, array_like=True):
     token_ids: list[list[int]]
 
 
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Output tokens from this index on, of one epoch."""
+
+    first: int
+    token_ids: list[int]
+    epoch: int
+
+
 class Ended(msgspec.Struct, frozen=True, tag=10, array_like=True):
     """The one end of a sample of an admitted request; its frame is a `Rest`.
 
     child: which; None = all that have not ended. num_left: of the request's samples, with 0 nothing more will come.
-    ending: of one that leaves others, whose tokens have all been sent before.
+    ending, spans: of one that leaves others, what the coordinator does not have of it: it does not read the frame.
     """
 
     number: int
     child: int | None = 0
     num_left: int = 0
     ending: Ending | None = None
+    spans: list[Span] = []
 
 
 class Refused(msgspec.Struct, frozen=True, tag=11, array_like=True):

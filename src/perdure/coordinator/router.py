@@ -228,7 +228,10 @@ class Router:
     def _ended(self, entry: Entry, message: m.Ended | m.Refused) -> None:
         if isinstance(message, m.Ended) and message.num_left:
             assert message.child is not None
-            entry.sample(message.child).ending = message.ending
+            sample = entry.sample(message.child)
+            for span in message.spans:
+                sample.grow(span.first, span.token_ids, span.epoch)
+            sample.ending = message.ending
         else:
             self.entries.retire(entry)
 

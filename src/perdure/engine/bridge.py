@@ -251,14 +251,17 @@ class Bridge:
                 self._lasts.append((m.Ended(here.number, record.child), [_encode(_rest(here, record))]))
 
     def _sample_ended(self, here: Here, record: ev.Record, num_left: int) -> None:
-        """Others are left: so the coordinator must know all of it, in case that they go on elsewhere."""
+        """Others are left: so the coordinator must know all of it, in case that they go on elsewhere. Its last tokens
+        go with its ending: one that had them without it would draw more."""
         child = record.child
         here.has_ended[child] = True
-        for first, end, epoch in _spans(record, here.num_sent[child]):
-            scores = None if record.scores is None else record.scores.cut(first, end).pack()
-            self._part(here, child, first, record.token_ids[first:end], scores, epoch)
+        spans = [
+            m.Span(first, record.token_ids[first:end], epoch)
+            for first, end, epoch in _spans(record, here.num_sent[child])
+        ]
         ending = Ending(record.finish_reason, record.stop, record.failure)
-        self._lasts.append((m.Ended(here.number, child, num_left, ending), [_encode(_rest(here, record))]))
+        self._lasts.append((m.Ended(here.number, child, num_left, ending, spans), [_encode(_rest(here, record))]))
+        here.num_sent[child] = len(record.token_ids)
 
     def _part(
         self, here: Here, child: int, first: int, token_ids: list[int], scores: PackedScores | None, epoch: int
@@ -362,7 +365,10 @@ def _rest(here: Here, record: ev.Record) -> m.Rest:
     first, end = here.num_sent[record.child], len(record.token_ids)
     assert first <= end, f"request {here.number}: {first} tokens were sent, and {end} are its output"
     moments, here.moments = here.moments, []
-    prompt_scores = None if here.has_prompt_scores or record.prompt_scores is None else record.prompt_scores.pack()
+    prompt_scores, here.prompt_scores = here.prompt_scores, None
+    if prompt_scores is None and not here.has_prompt_scores and record.prompt_scores is not None:
+        prompt_scores = record.prompt_scores.pack()
+    here.has_prompt_scores = here.has_prompt_scores or prompt_scores is not None
     return m.Rest(
         ending=Ending(record.finish_reason, record.stop, record.failure),
         token_ids=record.token_ids[first:],
