@@ -23,7 +23,7 @@ def laid_out(
     if tokenizer is None:
         raise InvalidValue("chat needs a tokenizer, and the model came without one")
     check_tools(tools)
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+    if not is_list(messages):
         raise InvalidValue(f"messages={messages!r} is not a list of messages")
     return tokenizer.apply_chat_template([_with_objects(one) for one in messages], add_generation_prompt, tools)
 
@@ -43,6 +43,11 @@ def all_laid_out(
         except InvalidValue as error:
             found.append(InvalidValue(f"messages[{at}]: {error}"))
     return found
+
+
+def is_list(value: object) -> bool:
+    """Whether it may hold messages: a text is a sequence too, and holds none."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def check_tools(tools: Tools | None) -> None:

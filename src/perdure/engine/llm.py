@@ -18,7 +18,7 @@ from perdure.api.event import Event
 from perdure.api.output import RequestOutput, Stats
 from perdure.api.request import RequestId
 from perdure.api.sampling import SamplingParams
-from perdure.engine.conversation import all_laid_out, laid_out
+from perdure.engine.conversation import all_laid_out, is_list, laid_out
 from perdure.engine.desk import Desk
 from perdure.engine.handle import REFUSALS, Arrivals, refused_output
 from perdure.engine.pinned import PinnedPrefix
@@ -106,7 +106,7 @@ class LLM:
         tools: JSON schemas that the template describes to the model. A message may have `tool_calls`, as in OpenAI's
         interface.
         """
-        if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        if not is_list(messages):
             raise InvalidValue(f"messages={messages!r} is neither a conversation nor a list of conversations")
         bare = bool(messages) and isinstance(messages[0], Mapping)
         given: Any = messages
