@@ -33,7 +33,7 @@ for _ in range(100_000):
         ({"json": {"const": {1, 2}}}, "is no JSON"),
         ({"json": DEEP}, "is no JSON"),
         ({"json": "[1, 2]"}, "structured_outputs.json=[1, 2] is no JSON schema"),
-        ({"json": 7}, "structured_outputs.json=7 is neither"),
+        ({"json": 7}, "structured_outputs.json=7 is neither a dictionary, a bool nor text"),
         ({"json": {"const": "\ud800"}}, "not valid Unicode"),
         ({"regex": ""}, "structured_outputs.regex='' is not a non-empty string"),
         ({"regex": 7}, "structured_outputs.regex=7 is not a non-empty string"),
@@ -64,6 +64,8 @@ def test_forms_that_say_the_same_are_the_same() -> None:
     one = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)).structured_outputs
     two = SamplingParams(structured_outputs={"json": schema}).structured_outputs
     assert one == two and hash(one) == hash(two) and one is not None
+    for schema_bool, text in ((True, "true"), (False, "false")):
+        assert StructuredOutputsParams(json=schema_bool) == StructuredOutputsParams(json=text)
     assert one.text.index('"b"') < one.text.index('"a"'), "the order of properties is that of the output"
     choices = ["b", "a"]
     asked = StructuredOutputsParams(choice=choices)

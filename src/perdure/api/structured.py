@@ -29,7 +29,7 @@ _SHORT.maxstring = SHOWN_LENGTH
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
     """Exactly one of json, regex, choice, grammar, json_object.
 
-    json: a JSON schema, as a dictionary or as text. json_object=True: any object, which is json={"type": "object"}.
+    json: a JSON schema, a dictionary, a bool or text. json_object=True: any object, which is json={"type": "object"}.
     regex: a pattern that the whole output matches. choice: the output is one of these texts. grammar: in Lark's or in
     GBNF's notation, where the start rule is `start`, or `root`.
     disable_any_whitespace: JSON without space between its parts. Else a space may stand there, or a line break with an
@@ -103,8 +103,8 @@ def _schema(given: Any) -> str | None:
     """As JSON. The order of its keys stays: it is the order in which an object's properties are written."""
     if given is None:
         return None
-    if not isinstance(given, (str, Mapping)):
-        raise InvalidValue(f"structured_outputs.json={_SHORT.repr(given)} is neither a dictionary nor text")
+    if not isinstance(given, (str, bool, Mapping)):
+        raise InvalidValue(f"structured_outputs.json={_SHORT.repr(given)} is neither a dictionary, a bool nor text")
     try:
         schema = json.loads(given) if isinstance(given, str) else given
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
