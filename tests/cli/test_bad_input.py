@@ -42,6 +42,12 @@ def refused(perdure):
         (["--regex", "a", "--choice", "b"], ["structured_outputs", "regex and choice given"]),
         (["--choice", ""], ["structured_outputs.choice", "''"]),
         (["--json-schema", "/no/such/file"], ["--json-schema", "'/no/such/file'", "No such file"]),
+        (["--json-schema", ""], ["--json-schema", "file's name is empty"]),
+        (["--grammar", ""], ["--grammar", "file's name is empty"]),
+        (["--grammar", "/no/such/file"], ["--grammar", "'/no/such/file'", "No such file"]),
+        (["--grammar", "/dev/null"], ["structured_outputs.grammar", "''"]),
+        (["--regex", "a", "--json-object"], ["structured_outputs", "regex and json_object given"]),
+        (["--min-tokens", "-1"], ["min_tokens=-1"]),
         (["--json-schema", "/dev/null"], ["structured_outputs.json", "is no JSON"]),
         (["--logprobs", "2"], ["--logprobs=2", "--json"]),
         (["--logprobs", "-2", "--json"], ["logprobs=-2"]),
@@ -54,6 +60,7 @@ def refused(perdure):
         (["--quantization", "gguf", "--load-format", "dummy"], ["load_format='dummy'", "quantization='gguf'", "auto"]),
         (["--seed", "-1"], ["seed=-1"]),
         (["--ids", "1,x"], ["--ids", "'x'"]),
+        (["--ids", "\u0663"], ["--ids", "is not a token id"]),
         (["--no-such-option"], ["--no-such-option"]),
     ],
 )
@@ -162,6 +169,8 @@ def test_a_prompt_that_cannot_run(refused, tiny):
     refused("logprobs", "x" * 600, *model, words=["601 tokens", "max_model_len is 256"])
     refused("generate", "--ids", ",".join(["1"] * 40), *model, "--max-model-len", "40", words=["40"])
     refused("generate", "--ids", "", *model, words=["empty"])
+    refused("logprobs", "--ids", "", *model, words=["empty"])
+    refused("logprobs", "--ids", "", "--continuation", "x", *model, words=["empty"])
     refused("info", *model, "--max-model-len", "300", words=["max_model_len=300", "256"])
 
 

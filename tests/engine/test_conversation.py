@@ -105,6 +105,27 @@ def test_what_cannot_be_laid_out(make_llm: MakeLLM, messages: Any, tools: Any, w
     assert "\n" not in str(caught.value)
 
 
+def test_of_several_conversations_a_bad_one_is_refused_alone(make_llm: MakeLLM) -> None:
+    """In its place, and said which; alone it is raised. Tools serve all: wrong ones are the call's fault."""
+    llm = make_llm()
+    good = [USER]
+    (expected,) = llm.chat(good, ONE_TOKEN)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{a"}}]}
+    for bad in ([5], 5, "1+2?", [call]):
+        given: Any = [good, bad, good]
+        first, refused, last = llm.chat(given, ONE_TOKEN, request_ids=[7, 8, 9])
+        assert isinstance(refused.error, InvalidValue) and str(refused.error).startswith("messages[1]: "), bad
+        assert (refused.request_id, refused.outputs[0].finish_reason) == (8, "error")
+        assert first.prompt_token_ids == last.prompt_token_ids == expected.prompt_token_ids
+        given = [bad]
+        (alone,) = llm.chat(given, ONE_TOKEN)
+        assert str(alone.error).startswith("messages[0]: ")
+    with pytest.raises(InvalidValue, match="tools="):
+        llm.chat([good, good], ONE_TOKEN, tools=5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidValue, match=r"messages='1\+2\?' is neither"):
+        llm.chat("1+2?", ONE_TOKEN)  # type: ignore[arg-type]
+
+
 def test_the_async_face_does_the_same(printing: Path, make_llm: MakeLLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     [expected] = make_llm(printing).chat(CALLED, params, tools=[TOOL])

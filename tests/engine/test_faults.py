@@ -361,6 +361,24 @@ def test_arrays_are_prompts_and_bytes_are_not(make_llm: MakeLLM) -> None:
             raise_first(llm.generate(wrong, settings()))
 
 
+def test_a_prompts_key_says_what_it_holds(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    wrong: list[tuple[Any, str]] = [
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids='abc' is not a list of token ids"),
+        ({"prompt_token_ids": 5}, "prompt_token_ids=5 is not a list of token ids"),
+        ({"prompt_token_ids": b"a"}, "prompt_token_ids=b'a' is not a list of token ids"),
+        ({"prompt": [1, 2]}, "prompt=[1, 2] is not text: ids stand under prompt_token_ids"),
+        ({"prompt": 5}, "prompt=5 is not text"),
+    ]
+    for given, words in wrong:
+        with pytest.raises(InvalidValue) as caught:
+            llm.generate(given, settings())
+        assert words in str(caught.value)
+    none, good = llm.generate([None, "a"], settings())  # type: ignore[list-item]
+    assert "prompt=None" in str(none.error) and good.error is None
+    assert llm.stats().num_requests == 1, "one that is wrong came as far as the engine"
+
+
 def raise_first(outputs: Any) -> None:
     if outputs[0].error is not None:
         raise outputs[0].error

@@ -224,6 +224,32 @@ def test_logprobs_of_both_faces_are_the_same(make_llm: MakeLLM, make_async: Make
     run_async(main())
 
 
+def test_a_continuation_that_is_wrong_is_refused_alone(make_llm: MakeLLM, make_async: MakeAsync) -> None:
+    """Each names its continuation; a text in a dictionary is a continuation like any other, without a begin id."""
+    llm = make_llm()
+    prompts: list[Any] = ["a", "b", [5], "d", "e", {"prompt": [5]}, "f"]
+    tails: list[Any] = ["b", [V], None, "\ud800", {"prompt": "b"}, "b", [None]]
+
+    async def main() -> None:
+        theirs = await make_async().logprobs(prompts, tails)
+        for results in (llm.logprobs(prompts, tails), theirs):
+            right = [at for at, result in enumerate(results) if result.error is None]
+            assert right == [0, 4]
+            for at in (2, 3, 6):
+                assert isinstance(results[at].error, InvalidValue)
+                assert str(results[at].error).startswith(f"continuations[{at}]: "), results[at].error
+            assert "prompt=[5]" in str(results[5].error)
+            assert results[4].outputs[0].token_ids == results[0].outputs[0].token_ids
+        first, second = llm.logprobs(["a", "b"], [None, "b"])  # type: ignore[list-item]
+        assert str(first.error).startswith("continuations[0]: ") and second.error is None
+        for face in (llm.logprobs, make_async().logprobs):
+            with pytest.raises(InvalidValue, match=r"continuations\[0\]: "):
+                found = face("a", [None])  # type: ignore[operator]
+                await found
+
+    run_async(main())
+
+
 def test_T40_each_request_gets_what_it_asked_for(make_llm: MakeLLM, solo: Solo) -> None:
     """None, chosen only, 5, 20 with prompt scores, all, more than there are: in one batch, equal to each one's solo."""
     asked = [None, 0, 5, 20, -1, V + 9]

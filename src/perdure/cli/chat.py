@@ -3,7 +3,8 @@
 - Each turn sends the whole conversation; the engine's prefix cache holds all of it but the last words.
 - On a terminal Ctrl-C ends the answer, and what was said of it stays in the conversation; at the prompt it gives up the
   turn. With a pipe it ends the program.
-- On a terminal a turn that fails is told and dropped; a pipe ends there, since what follows may lean on it.
+- On a terminal a turn that fails is told and dropped, unless the engine died of it; a pipe ends there, since what
+  follows may lean on it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from perdure import InvalidValue
+from perdure import EngineDead, InvalidValue, PerdureError
 from perdure.cli.conversation import Conversation
 from perdure.cli.input import objects_from, piped_line, typed_line
 from perdure.cli.options import EngineOptions, SamplingOptions, spelled_out
@@ -73,10 +74,10 @@ def _converse(runner: asyncio.Runner, conversation: Conversation, speed: bool) -
             return
         try:
             _take(runner, conversation, turn, speed, somebody)
-        except (KeyboardInterrupt, InvalidValue) as error:  # the turn is dropped
-            if not somebody:
+        except (KeyboardInterrupt, PerdureError) as error:  # the turn is dropped
+            if not somebody or isinstance(error, EngineDead):
                 raise
-            if isinstance(error, InvalidValue):
+            if isinstance(error, PerdureError):
                 complain(str(error))
 
 

@@ -37,7 +37,9 @@ def logprobs(
     from perdure import LLM
 
     with LLM(**settings) as llm:
-        (result,) = llm.logprobs(prompt, tail)
+        (result,) = llm.logprobs([prompt], None if tail is None else [tail])
+        if result.error is not None:
+            raise result.error
         scores = result.prompt_logprobs if tail is None else result.outputs[0].logprobs
         assert scores is not None
         rows = rows_of(scores)

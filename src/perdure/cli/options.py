@@ -7,6 +7,7 @@
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import typer
 from perdure import EngineConfig, InvalidValue, SamplingParams
 
 _ENGINE = EngineConfig()
+_ID = re.compile(r"-?[0-9]{1,20}")
 
 
 def _engine(text: str) -> Any:
@@ -73,6 +75,7 @@ class SamplingOptions:
     """How tokens are drawn, and when to stop."""
 
     max_tokens: Annotated[int | None, _sampling("New tokens at most; without it, up to the length limit.")] = None
+    min_tokens: Annotated[int | None, _sampling("New tokens before which nothing may end it.")] = None
     temperature: Annotated[float | None, _sampling("0: greedy. Without it 1, in chat 0.7.")] = None
     top_k: Annotated[int | None, _sampling("Draw from the k best.")] = None
     top_p: Annotated[float | None, _sampling("Draw from the best that have this mass.")] = None
@@ -90,7 +93,11 @@ class SamplingOptions:
     ] = None
     stop: Annotated[list[str] | None, _sampling("Stop before this text; may be repeated.")] = None
     json_schema: Annotated[
-        Path | None, _sampling("Answer in JSON of the schema in this file.", "--json-schema", metavar="FILE")
+        str | None, _sampling("Answer in JSON of the schema in this file.", "--json-schema", metavar="FILE")
+    ] = None
+    json_object: Annotated[bool, _sampling("Answer with a JSON object, whichever.", "--json-object")] = False
+    grammar: Annotated[
+        str | None, _sampling("Answer in the grammar (Lark's or GBNF's) in this file.", "--grammar", metavar="FILE")
     ] = None
     regex: Annotated[str | None, _sampling("Answer with a text that this pattern matches.")] = None
     choice: Annotated[
@@ -101,13 +108,14 @@ class SamplingOptions:
     def params(self, **others: Any) -> SamplingParams:
         """Settings of a request; what the user gave goes before `others`."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
-        structure = {
-            field: given.pop(option)
-            for option, field in (("json_schema", "json"), ("regex", "regex"), ("choice", "choice"))
-            if option in given
-        }
+        options = {"json_schema": "json", "grammar": "grammar", "regex": "regex", "choice": "choice"}
+        structure = {field: given.pop(option) for option, field in options.items() if option in given}
         if self.json_schema is not None:
             structure["json"] = _text_of("--json-schema", self.json_schema)
+        if self.grammar is not None:
+            structure["grammar"] = _text_of("--grammar", self.grammar)
+        if given.pop("json_object"):
+            structure["json_object"] = True
         if structure:
             given["structured_outputs"] = structure
         if self.logit_bias is not None:
@@ -155,18 +163,20 @@ def _bias_from(given: str) -> tuple[str, float]:
         raise InvalidValue(f"--logit-bias: {given[:40]!r} is not ID=X, as in 42=-1.5") from None
 
 
-def _text_of(option: str, path: Path) -> str:
+def _text_of(option: str, path: str) -> str:
+    if not path:
+        raise InvalidValue(f"{option}: the file's name is empty")
     try:
-        return path.read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise InvalidValue(f"{option}: {str(path)!r} cannot be read: {reason}") from None
+        raise InvalidValue(f"{option}: {path!r} cannot be read: {reason}") from None
 
 
 def ids_from(given: str) -> list[int]:
     """Token ids as typed: numbers with commas between them."""
     parts = [part.strip() for part in given.split(",")] if given.strip() else []
-    wrong = next((part for part in parts if not part.removeprefix("-").isdecimal() or len(part) > 20), None)
+    wrong = next((part for part in parts if not _ID.fullmatch(part)), None)
     if wrong is not None:
         raise InvalidValue(f"--ids: {wrong[:40]!r} is not a token id; write them as 1,2,3")
     return [int(part) for part in parts]

@@ -27,7 +27,7 @@ from perdure.engine.conversation import laid_out
 from perdure.engine.desk import Desk
 from perdure.engine.handle import REFUSALS, Arrivals, refused_output
 from perdure.engine.pinned import AsyncPinnedPrefix
-from perdure.engine.prompts import Prompt, params_for, submission
+from perdure.engine.prompts import Prompt, PromptOrError, params_for, submission
 from perdure.engine.remote import PATIENCE_S, RemoteEngine
 from perdure.engine.scoring import SCORING, Scoring
 from perdure.engine.start import start
@@ -173,6 +173,11 @@ class AsyncLLM:
     ) -> Handle:
         """Submit one request, streaming unless `output_kind` is "final". Returns at once; a refusal is raised by the
         handle. A `Checkpoint` stands where a prompt does, and what it has already is its first part."""
+        return self._submit(prompt, sampling_params, request_id)
+
+    def _submit(
+        self, prompt: PromptOrError, sampling_params: SamplingParams | None, request_id: RequestId | None = None
+    ) -> Handle:
         engine = self._engine
         (params,) = params_for([prompt], sampling_params)
         (name,) = engine.names_for([prompt], [request_id])
@@ -225,7 +230,7 @@ class AsyncLLM:
     ) -> list[RequestOutput]:
         """Score without generating (`LLM.logprobs`). Cancelling the call aborts its requests."""
         scoring = Scoring(prompts, continuations, self.tokenizer)
-        handles = [self.submit(prompt, SCORING) for prompt in scoring.prompts]
+        handles = [self._submit(prompt, SCORING) for prompt in scoring.prompts]
         try:
             return scoring.shown([await _result_of(handle, scoring.bare) for handle in handles])
         except asyncio.CancelledError:

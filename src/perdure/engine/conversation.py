@@ -22,11 +22,37 @@ def laid_out(
     """The ids of one conversation."""
     if tokenizer is None:
         raise InvalidValue("chat needs a tokenizer, and the model came without one")
-    if not isinstance(messages, Sequence):
+    check_tools(tools)
+    if not is_list(messages):
         raise InvalidValue(f"messages={messages!r} is not a list of messages")
+    return tokenizer.apply_chat_template([_with_objects(one) for one in messages], add_generation_prompt, tools)
+
+
+def all_laid_out(
+    tokenizer: Tokenizer | None,
+    conversations: Sequence[Messages],
+    add_generation_prompt: bool = True,
+    tools: Tools | None = None,
+) -> list[list[int] | InvalidValue]:
+    """The ids of each conversation; what is wrong with one stands in its place. Wrong tools are every one's: raised."""
+    check_tools(tools)
+    found: list[list[int] | InvalidValue] = []
+    for at, messages in enumerate(conversations):
+        try:
+            found.append(laid_out(tokenizer, messages, add_generation_prompt, tools))
+        except InvalidValue as error:
+            found.append(InvalidValue(f"messages[{at}]: {error}"))
+    return found
+
+
+def is_list(value: object) -> bool:
+    """Whether it may hold messages: a text is a sequence too, and holds none."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def check_tools(tools: Tools | None) -> None:
     if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InvalidValue(f"tools={tools!r} is not a list of objects")
-    return tokenizer.apply_chat_template([_with_objects(one) for one in messages], add_generation_prompt, tools)
 
 
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:

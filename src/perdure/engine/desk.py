@@ -26,7 +26,7 @@ from perdure.api.event import Event
 from perdure.api.request import RequestId, checked_id
 from perdure.engine.handle import Arrivals
 from perdure.engine.progress import Reporter
-from perdure.engine.prompts import Prompt, ids_to_abort, name_of, salt_of, token_ids_of
+from perdure.engine.prompts import Prompt, PromptOrError, ids_to_abort, name_of, salt_of, token_ids_of
 from perdure.engine.tokenizer import Tokenizer
 from perdure.models.weight_set import Source
 
@@ -128,7 +128,7 @@ class Desk(ABC):
     def ticket(self) -> int:
         return next(self._tickets)
 
-    def names_for(self, prompts: Sequence[Prompt], given: Sequence[RequestId | None]) -> list[RequestId]:
+    def names_for(self, prompts: Sequence[PromptOrError], given: Sequence[RequestId | None]) -> list[RequestId]:
         """An id for each: the one given, else a checkpoint's own, else a new one, "request-" and a number above all
         that were seen: a checkpoint may bring a name that another engine made up. Raises `InvalidValue`."""
         names = [name_of(prompt, one) for prompt, one in zip(prompts, given, strict=True)]

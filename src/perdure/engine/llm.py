@@ -18,12 +18,12 @@ from perdure.api.event import Event
 from perdure.api.output import RequestOutput, Stats
 from perdure.api.request import RequestId
 from perdure.api.sampling import SamplingParams
-from perdure.engine.conversation import laid_out
+from perdure.engine.conversation import all_laid_out, is_list, laid_out
 from perdure.engine.desk import Desk
 from perdure.engine.handle import REFUSALS, Arrivals, refused_output
 from perdure.engine.pinned import PinnedPrefix
 from perdure.engine.progress import follow
-from perdure.engine.prompts import Prompt, as_batch, params_for, submission
+from perdure.engine.prompts import Prompt, PromptOrError, as_batch, params_for, submission
 from perdure.engine.scoring import SCORING, Scoring
 from perdure.engine.start import start
 from perdure.engine.text import build_output
@@ -88,12 +88,7 @@ class LLM:
         use_tqdm: show progress on stderr, if that is a terminal.
         """
         batch, bare = as_batch(prompts)
-        ids = self._ids_for(batch, request_ids)
-        results = self._run(batch, params_for(batch, sampling_params), ids, use_tqdm)
-        error = results[0].error if bare else None
-        if isinstance(error, REFUSALS):
-            raise error
-        return results
+        return self._generate(batch, bare, sampling_params, request_ids, use_tqdm)
 
     def chat(
         self,
@@ -106,22 +101,21 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Continue one conversation (a list of {"role", "content"}) or several, laid out by the model's template.
+        Refusals are as in `generate`, also of what cannot be laid out.
 
         tools: JSON schemas that the template describes to the model. A message may have `tool_calls`, as in OpenAI's
         interface.
         """
-        if not isinstance(messages, Sequence):
+        if not is_list(messages):
             raise InvalidValue(f"messages={messages!r} is neither a conversation nor a list of conversations")
         bare = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = [messages] if bare else messages
-        prompts: list[Prompt] = [laid_out(self.tokenizer, one, add_generation_prompt, tools) for one in conversations]
-        ids = [request_ids] if bare and isinstance(request_ids, (str, int)) else request_ids
-        return self.generate(
-            prompts[0] if bare else prompts,
-            sampling_params,
-            request_ids=ids,
-            use_tqdm=use_tqdm,
-        )
+        given: Any = messages
+        prompts: Sequence[PromptOrError]
+        if bare:
+            prompts = [laid_out(self.tokenizer, given, add_generation_prompt, tools)]
+        else:
+            prompts = all_laid_out(self.tokenizer, given, add_generation_prompt, tools)
+        return self._generate(prompts, bare, sampling_params, request_ids, use_tqdm)
 
     def logprobs(
         self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt] | None = None
@@ -132,9 +126,27 @@ class LLM:
         as if they had been generated. Refusals are as in `generate`.
         """
         scoring = Scoring(prompts, continuations, self.tokenizer)
-        return scoring.shown(self.generate(scoring.prompts[0] if scoring.bare else scoring.prompts, SCORING))
+        return scoring.shown(self._generate(scoring.prompts, scoring.bare, SCORING))
 
-    def _ids_for(self, prompts: list[Prompt], given: RequestId | Sequence[RequestId | None] | None) -> list[RequestId]:
+    def _generate(
+        self,
+        batch: Sequence[PromptOrError],
+        bare: bool,
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None,
+        request_ids: RequestId | Sequence[RequestId | None] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """The results of a batch; the refusal of a bare prompt is raised."""
+        ids = self._ids_for(batch, request_ids)
+        results = self._run(batch, params_for(batch, sampling_params), ids, use_tqdm)
+        error = results[0].error if bare else None
+        if isinstance(error, REFUSALS):
+            raise error
+        return results
+
+    def _ids_for(
+        self, prompts: Sequence[PromptOrError], given: RequestId | Sequence[RequestId | None] | None
+    ) -> list[RequestId]:
         if given is None:
             given = [None] * len(prompts)
         if not isinstance(given, (str, int, Sequence)):
@@ -145,7 +157,7 @@ class LLM:
         return self._engine.names_for(prompts, ids)
 
     def _run(
-        self, prompts: list[Prompt], params: list[SamplingParams], ids: list[RequestId], use_tqdm: bool
+        self, prompts: Sequence[PromptOrError], params: list[SamplingParams], ids: list[RequestId], use_tqdm: bool
     ) -> list[RequestOutput]:
         call = Call()
         results: dict[int, RequestOutput] = {}
@@ -232,7 +244,7 @@ class LLM:
 
     def reset(self) -> None:
         """Begin anew, as after start: an empty cache, counts at zero; weights and their epoch stay. `StateError` with
-        requests inside, or while suspended; nothing has changed then."""
+        requests inside, while a prefix is pinned, or while suspended; nothing has changed then."""
         self._engine.ask(cmd.Reset).result()
 
     def update_weights(

@@ -12,7 +12,10 @@ from perdure.engine.desk import Desk
 
 
 class _Pin:
-    """num_tokens: of the prefix's full pages, which are held as soon as they are computed."""
+    """num_tokens: of the prefix's full pages, which are held as soon as they are computed.
+
+    Only `release`, or the end of a `with` block, gives it up: one that is merely dropped stays pinned for ever.
+    """
 
     def __init__(self, engine: Desk, pin: int, num_tokens: int) -> None:
         self._engine = engine

@@ -1,4 +1,5 @@
-"""What callers give as prompts, brought into one form. A prompt that is wrong in itself becomes its own refusal.
+"""What callers give as prompts, brought into one form. A prompt that is wrong in itself becomes its own refusal: its
+error may stand in its place until it is submitted.
 
 `[1, 2, 3]` is one prompt of ids, `[]` an empty batch, `[[]]` a batch of one empty prompt.
 """
@@ -20,6 +21,7 @@ from perdure.engine.tokenizer import Tokenizer
 from perdure.runner.functions import imported
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Checkpoint
+PromptOrError = Prompt | InvalidValue
 
 _FIELDS = ("prompt", "prompt_token_ids")
 _SALT = "cache_salt"
@@ -34,12 +36,20 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
         return [prompts], True
     if not isinstance(prompts, Sequence):
         raise InvalidValue(f"prompts={prompts!r} is neither a prompt nor a list of prompts")
-    if len(prompts) and not isinstance(_plain(prompts[0]), (str, Mapping, Sequence, Checkpoint)):
-        return [cast(Prompt, prompts)], True
+    if len(prompts) and not _is_prompt(prompts[0]):
+        # beside prompts, what is neither a prompt nor an id is one that is wrong
+        if hasattr(prompts[0], "__index__") or not any(map(_is_prompt, prompts)):
+            return [cast(Prompt, prompts)], True
     return cast("list[Prompt]", list(prompts)), False
 
 
-def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int], str | None]:
+def _is_prompt(value: Any) -> bool:
+    return isinstance(_plain(value), (str, Mapping, Sequence, Checkpoint))
+
+
+def token_ids_of(
+    prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: bool = True
+) -> tuple[list[int], str | None]:
     """A prompt's ids, and its text if text was given. Raises `InvalidValue`."""
     prompt = _plain(prompt)
     if isinstance(prompt, Checkpoint):
@@ -51,16 +61,25 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int]
             raise InvalidValue(
                 f"a prompt dict holds one of {', '.join(_FIELDS)}, and at most {_SALT} beside it; got {list(prompt)}"
             )
-        prompt = _plain(prompt[given[0]])
+        prompt = _field(given[0], _plain(prompt[given[0]]))
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidValue("the prompt is text, but the model came without a tokenizer: give token ids")
         if not is_unicode(prompt):
             raise InvalidValue(f"prompt={prompt!r} is not valid Unicode")
-        return tokenizer.encode(prompt), prompt
+        return tokenizer.encode(prompt, add_special_tokens), prompt
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise InvalidValue(f"prompt={prompt!r} is neither text nor a list of token ids")
     return [_id(at, token) for at, token in enumerate(prompt)], None
+
+
+def _field(name: str, value: Any) -> Any:
+    """What a prompt's dictionary holds under one of its keys, if the key may hold it. Raises `InvalidValue`."""
+    if name == "prompt" and not isinstance(value, str):
+        raise InvalidValue(f"prompt={value!r} is not text: ids stand under prompt_token_ids")
+    if name == "prompt_token_ids" and (not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray))):
+        raise InvalidValue(f"prompt_token_ids={value!r} is not a list of token ids")
+    return value
 
 
 def salt_of(prompt: Prompt) -> str | None:
@@ -89,7 +108,7 @@ def _plain(value: Any) -> Any:
 
 
 def params_for(
-    prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams | None] | None
+    prompts: Sequence[PromptOrError], given: SamplingParams | Sequence[SamplingParams | None] | None
 ) -> list[SamplingParams]:
     """One settings object a prompt; a single one serves all. A checkpoint has its own, and takes no others."""
     continues = [isinstance(prompt, Checkpoint) for prompt in prompts]
@@ -106,7 +125,7 @@ def params_for(
     return [_own_params(at, prompt, params) for at, (prompt, params) in enumerate(zip(prompts, found, strict=True))]
 
 
-def _own_params(at: int, prompt: Prompt, params: SamplingParams | None) -> SamplingParams:
+def _own_params(at: int, prompt: PromptOrError, params: SamplingParams | None) -> SamplingParams:
     if isinstance(prompt, Checkpoint):
         if params is not None:
             raise InvalidValue(f"sampling_params[{at}] is given, but a checkpoint goes on with those it began with")
@@ -117,7 +136,7 @@ def _own_params(at: int, prompt: Prompt, params: SamplingParams | None) -> Sampl
 
 
 def submission(
-    prompt: Prompt,
+    prompt: PromptOrError,
     params: SamplingParams,
     request_id: RequestId,
     ticket: int,
@@ -125,6 +144,8 @@ def submission(
     stream: bool,
 ) -> cmd.Submit:
     """What to submit for a prompt or a checkpoint. Raises `InvalidValue`."""
+    if isinstance(prompt, InvalidValue):
+        raise prompt
     params = _settled(params, tokenizer)
     if isinstance(prompt, Checkpoint):
         return cmd.Submit(prompt.as_request(request_id, ticket, stream), prompt)
@@ -132,7 +153,7 @@ def submission(
     return cmd.Submit(Request(request_id, ticket, token_ids, params, text, stream, salt_of(prompt)))
 
 
-def name_of(prompt: Prompt, given: RequestId | None) -> RequestId | None:
+def name_of(prompt: PromptOrError, given: RequestId | None) -> RequestId | None:
     """The id of a request: the one given, else a checkpoint's own; None = it has none yet."""
     if given is not None:
         return checked_id(given)

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from perdure.api.checkpoint import Checkpoint
 from perdure.api.errors import InvalidValue
 from perdure.api.output import RequestOutput
 from perdure.api.sampling import SamplingParams
-from perdure.engine.prompts import Prompt, as_batch, salt_of, token_ids_of
+from perdure.engine.prompts import Prompt, PromptOrError, as_batch, salt_of, token_ids_of
 from perdure.engine.tokenizer import Tokenizer
 
 SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
@@ -22,7 +21,8 @@ SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
 class Scoring:
     """What one call asks: `prompts` are to be run with `SCORING`, `shown` turns their results into the call's.
 
-    bare: one prompt was given, not a list.
+    bare: one prompt was given, not a list. An error stands in place of a prompt that is wrong,
+    or whose continuation is.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Scoring:
         batch, self.bare = as_batch(prompts)
         self._tokenizer = tokenizer
         self._tails = None if continuations is None else self._ids_of(continuations, len(batch))
-        tails = self._tails or [[] for _ in batch]
+        tails: Sequence[list[int] | InvalidValue] = self._tails or [[] for _ in batch]
         self.prompts = [self._joined(prompt, tail) for prompt, tail in zip(batch, tails, strict=True)]
 
     def shown(self, results: list[RequestOutput]) -> list[RequestOutput]:
@@ -42,33 +42,33 @@ class Scoring:
             return results
         return [self._continued(*one) for one in zip(results, self.prompts, self._tails, strict=True)]
 
-    def _ids_of(self, given: Prompt | Sequence[Prompt], count: int) -> list[list[int]]:
+    def _ids_of(self, given: Prompt | Sequence[Prompt], count: int) -> list[list[int] | InvalidValue]:
         batch, _ = as_batch(given)
         if len(batch) != count:
             raise InvalidValue(f"continuations has {len(batch)} entries for {count} prompts")
-        return [
-            self._tokenizer.encode(one, add_special_tokens=False)
-            if isinstance(one, str) and self._tokenizer is not None
-            else token_ids_of(one, self._tokenizer)[0]
-            for one in batch
-        ]
+        return [self._tail(at, one) for at, one in enumerate(batch)]
 
-    def _joined(self, prompt: Prompt, tail: list[int]) -> Prompt:
-        """A prompt that is wrong in itself stays as it is: it becomes its own refusal."""
+    def _tail(self, at: int, given: Prompt) -> list[int] | InvalidValue:
+        try:
+            return token_ids_of(given, self._tokenizer, add_special_tokens=False)[0]
+        except InvalidValue as error:
+            return InvalidValue(f"continuations[{at}]: {error}")
+
+    def _joined(self, prompt: Prompt, tail: list[int] | InvalidValue) -> PromptOrError:
         try:
             head, salt = token_ids_of(prompt, self._tokenizer)[0], salt_of(prompt)
-        except InvalidValue:
-            if isinstance(prompt, Checkpoint):
-                raise
-            return prompt
+        except InvalidValue as error:
+            return error
+        if isinstance(tail, InvalidValue):
+            return tail
         return {"prompt_token_ids": head + tail if head else [], "cache_salt": salt}
 
-    def _continued(self, result: RequestOutput, whole: Prompt, tail: list[int]) -> RequestOutput:
+    def _continued(self, result: RequestOutput, whole: PromptOrError, tail: list[int] | InvalidValue) -> RequestOutput:
         """The scores of a prompt's last tokens as those of an output: of as many as were scored before it ended."""
         found = result.prompt_logprobs
         if found is None or result.error is not None:
             return result
-        assert isinstance(whole, Mapping)
+        assert isinstance(whole, Mapping) and isinstance(tail, list)
         first, num_scored = len(whole["prompt_token_ids"]) - len(tail) - 1, found.num_scored
         scores = found.cut(min(first, num_scored), num_scored)
         scores.spell = found.spell
