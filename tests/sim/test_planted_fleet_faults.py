@@ -63,11 +63,11 @@ def test_planted_fault_is_caught(name: str, tmp_path: Path) -> None:
     assert source.count(right) == 1, "the line to change is not there any more"
     planted.write_text(source.replace(right, wrong))
     run = subprocess.run(
-        [sys.executable, "-m", "tests.sim.fleet", "--count", "100"],
+        [sys.executable, "-m", "tests.sim.fleet", "--count", "400"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
         capture_output=True,
         text=True,
     )
-    assert run.returncode != 0, f"100 fleets did not notice: {name}"
+    assert run.returncode != 0, f"400 fleets did not notice: {name}"
     assert "replay: python -m tests.sim.fleet" in run.stderr
