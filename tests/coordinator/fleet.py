@@ -121,11 +121,13 @@ class Fleet:
         """Nothing is left of any request: not at clients, not here, not at replicas. Returns the replicas' stats."""
         for client in self._clients:
             engine = client._engine
-            assert not engine._receivers and not engine._submissions.num_unanswered and not engine._names  # type: ignore[attr-defined]
+            submissions = engine._submissions  # type: ignore[attr-defined]
+            assert not engine._receivers and not submissions._live and not submissions._asked and not engine._names  # type: ignore[attr-defined]
         self.wait_until(lambda: not len(self.router.entries), "no entry is left")
         asking = self.client()
         stats = asking.stats()
-        self.wait_until(lambda: self.router.orders.num_open == 0, "no order is left")
+        orders = self.router.orders
+        self.wait_until(lambda: not (orders._queue or orders._applied or orders._preparing), "no order is left")
         self.router.check_idle()
         assert stats.num_free_pages == stats.num_pages and stats.state == "running"
         assert stats.num_running == stats.num_waiting == stats.num_paused == 0

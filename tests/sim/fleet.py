@@ -470,7 +470,7 @@ class Fleet:
         busy = [index for index in alive if self.replicas[index].scheduler.stats().num_running]
         index = rng.choice(busy or alive)
         replica = self.replicas[index]
-        if replica.bridge.num_here:
+        if replica.bridge._here:
             self.marks["lost with requests"] += 1
         if rng.random() < 0.3:
             replica.is_hung = True
@@ -505,7 +505,7 @@ class Fleet:
     def _judge(self) -> None:
         self._drain()
         for client in self.clients:
-            assert not client.submissions.num_unanswered
+            assert not client.submissions._live and not client.submissions._asked
             for ticket, request in client.requests.items():
                 if ticket in client.refused:
                     self._judge_refusal(client, ticket)

@@ -1,14 +1,10 @@
 """The fleet's simulation can fail: each of these faults, planted into a copy of the coordinator, is caught."""
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.sim.planting import check_caught
 
 FAULTS = {
     "a_message_taken_twice": (
@@ -57,17 +53,4 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_caught(name: str, tmp_path: Path) -> None:
     file, right, wrong = FAULTS[name]
-    shutil.copytree(ROOT / "src" / "perdure", tmp_path / "perdure", ignore=shutil.ignore_patterns("__pycache__"))
-    planted = tmp_path / "perdure" / file
-    source = planted.read_text()
-    assert source.count(right) == 1, "the line to change is not there any more"
-    planted.write_text(source.replace(right, wrong))
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.sim.fleet", "--count", "400"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode != 0, f"400 fleets did not notice: {name}"
-    assert "replay: python -m tests.sim.fleet" in run.stderr
+    check_caught(tmp_path, file, right, wrong, "fleet", "--count", "400")

@@ -271,8 +271,6 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...] | None:
 def _words(given: Any) -> tuple[str | tuple[int, ...], ...] | None:
     if given is None:
         return None
-    if isinstance(given, str):
-        raise InvalidValue(f"bad_words={shown(given)} is not a list of words")
     items = _items("bad_words", given)
     return tuple(_strings("bad_words", [one])[0] if isinstance(one, str) else _word_ids(one) for one in items)
 

@@ -151,10 +151,6 @@ class Submissions:
     def num_live(self) -> int:
         return len(self._live)
 
-    @property
-    def num_unanswered(self) -> int:
-        return len(self._live) + len(self._asked)
-
     # What is asked for
 
     def send(self, command: cmd.Command, source: str | None = None) -> list[Told]:

@@ -101,11 +101,6 @@ class Orders:
         """Whether no request may be sent to a replica now."""
         return self._preparing is not None or bool(self._queue)
 
-    @property
-    def num_open(self) -> int:
-        """Orders and questions that are not answered yet."""
-        return len(self._queue) + len(self._applied) + (self._preparing is not None)
-
     # What comes in
 
     def ask(self, client: int, asked: Ask) -> None:

@@ -119,10 +119,6 @@ class Bridge:
         self._lasts: list[tuple[m.Message, Frames]] = []
 
     @property
-    def num_here(self) -> int:
-        return len(self._here)
-
-    @property
     def has_work(self) -> bool:
         """Whether steps should follow one another. Orders may take long without one."""
         return bool(self._here) and not self._asks and not self._orders

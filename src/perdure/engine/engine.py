@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api.config import EngineConfig
-from perdure.api.errors import EngineDead, InvalidValue, PerdureError
+from perdure.api.errors import EngineDead, InvalidValue, PerdureError, described
 from perdure.api.event import Event, Failure
 from perdure.api.fingerprint import Fingerprint
 from perdure.api.request import Request
@@ -111,7 +111,7 @@ class Engine(Desk):
             return  # the engine is closed
         error = grammar.exception()
         if error is not None and not isinstance(error, PerdureError):
-            error = InvalidValue(f"structured_outputs: {type(error).__name__}: {error}")
+            error = InvalidValue(f"structured_outputs: {described(error)}")
         with contextlib.suppress(EngineDead):
             self.send(cmd.Prepared(ticket, None if error is None else Failure.of(error)))
 

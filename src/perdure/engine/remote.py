@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
-from perdure.api.errors import EngineDead, InvalidValue, StateError
+from perdure.api.errors import EngineDead, InvalidValue, StateError, described
 from perdure.api.event import Failure
 from perdure.api.request import Request, RequestId
 from perdure.coordinator import messages as m
@@ -179,7 +179,7 @@ class RemoteEngine(Desk):
                         break
                 self._say_farewell()
         except BaseException as error:
-            reason = f"the client died of {type(error).__name__}: {error}"
+            reason = f"the client died of {described(error)}"
             raise
         finally:
             self._die(reason)

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.config import EngineConfig
-from perdure.api.errors import EngineDead, InvalidValue, PerdureError
+from perdure.api.errors import EngineDead, InvalidValue, PerdureError, described
 from perdure.api.event import Event, Failure
 from perdure.coordinator import messages as m
 from perdure.coordinator.parent import end_with_input, first_line
@@ -123,7 +123,7 @@ class EngineHost:
         except PerdureError as error:
             failure = Failure.of(error)
         except Exception as error:
-            failure = Failure.of(InvalidValue(f"weights={source!r}: {type(error).__name__}: {error}"))
+            failure = Failure.of(InvalidValue(f"weights={source!r}: {described(error)}"))
         self.prepared.append((ask, failure))
         self._wake()
 

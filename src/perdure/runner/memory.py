@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from perdure.api.directive import Clear, Directive, LoadWeights, Sleep, Wake
+from perdure.api.directive import Clear, Directive, LoadWeights, Outcome, Sleep, Wake
+from perdure.api.ending import Failure
+from perdure.api.errors import DeviceError, PerdureError, described
 from perdure.models.store import Store
 from perdure.models.weight_set import WeightSet
 from perdure.runner.kv_store import KVStore
@@ -23,6 +25,11 @@ class Memory:
     def has_whole_weights(self) -> bool:
         """False after a load that failed when it had begun."""
         return self._weights is None or self._weights.is_whole
+
+    def failed(self, error: Exception) -> Outcome:
+        """What to say of a directive that raised this."""
+        known = error if isinstance(error, PerdureError) else DeviceError(described(error))
+        return Outcome(Failure.of(known), changed=not self.has_whole_weights)
 
     def perform(self, directive: Directive) -> str:
         """Between steps. Raises where it cannot. Returns the digest of the weights that it loaded, if it did."""

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 
 from perdure.api.directive import Directive, Outcome
-from perdure.api.errors import DeviceError, PerdureError, described
-from perdure.api.event import Failure
+from perdure.api.errors import described
 from perdure.api.plan import DeviceRow, ScoreColumns, StepOutput, StepPlan
 from perdure.runner.runner import Runner
 
@@ -63,8 +62,7 @@ class ThreadedRunner:
         try:
             return Outcome(weights=self._runner.perform(directive))
         except Exception as error:
-            known = error if isinstance(error, PerdureError) else DeviceError(described(error))
-            return Outcome(Failure.of(known), changed=not self._runner.memory.has_whole_weights)
+            return self._runner.memory.failed(error)
 
     def close(self) -> None:
         """Run what was launched, then end the thread. Closing twice is closing once."""

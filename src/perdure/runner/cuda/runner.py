@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from perdure.api.directive import Clear, Directive, Outcome, Wake
-from perdure.api.errors import DeviceError, PerdureError
-from perdure.api.event import Failure
+from perdure.api.errors import described
 from perdure.api.plan import NO_LOGPROBS, DeviceRow, StepOutput, StepPlan
 from perdure.models.base import Model
 from perdure.models.store import Store
@@ -123,7 +122,7 @@ class CudaRunner:
         try:
             return self._launch(plan)
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
+            message = described(error)
             self.fail(plan.slot, message)
             return StepTicket.of(failed_output(plan, message))
 
@@ -134,8 +133,7 @@ class CudaRunner:
                 digest = self.memory.perform(directive)
                 self._recapture(directive)
         except Exception as error:
-            known = error if isinstance(error, PerdureError) else DeviceError(f"{type(error).__name__}: {error}")
-            return Outcome(Failure.of(known), changed=not self.memory.has_whole_weights)
+            return self.memory.failed(error)
         if isinstance(directive, Clear):
             self._failed.clear()
         return Outcome(weights=digest)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from perdure.api.errors import described
 from perdure.api.plan import StepOutput, StepPlan
 from perdure.runner.cuda.scores import PendingScores
 from perdure.runner.failed_rows import with_rows
@@ -158,6 +159,6 @@ class StepTicket:
             tokens, is_bad = self._staged.receive()
             output = self._finish(self._launched, tokens, is_bad)
         except Exception as error:
-            return failed_output(self._whole, f"{type(error).__name__}: {error}")
+            return failed_output(self._whole, described(error))
         self._staging.give_back(self._staged)
         return with_rows(output, self._failed, self._whole) if self._failed else output
