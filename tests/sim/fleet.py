@@ -31,9 +31,11 @@ from perdure.coordinator import messages as m
 from perdure.coordinator.client import Submissions, Told
 from perdure.coordinator.coordinator import Coordinator
 from perdure.coordinator.router import Routing
-from perdure.coordinator.sessions import Caller, Opened
+from perdure.coordinator.sessions import Arrived, Caller, Opened
+from perdure.core.prefix_report import PrefixReport
 from perdure.core.scheduler import Scheduler
 from perdure.engine.bridge import Bridge, Condition
+from perdure.engine.holdings import Holdings
 from perdure.engine.loop import Inbox, Loop
 from perdure.runner.fake import FakeDevice
 from tests.sim.life import PieceCursor
@@ -44,6 +46,8 @@ MOST_S = 600.0
 TICK_S = 0.05
 NUM_REPLICAS, NUM_CLIENTS = 4, 3
 MOST_BROKEN = 8
+PIECE = 4
+"""Bytes of weights that travel at once."""
 
 
 class Wire:
@@ -89,9 +93,14 @@ class SimReplica:
         self.inbox = Inbox()
         depth = fleet.rng.randint(1, 4)
         self.loop = Loop(self.scheduler, self.device, self.inbox, self._publish, steps_in_flight=depth, check=True)
+        self.scheduler.requests.cache.index.report = report = PrefixReport()
+        self.holdings = Holdings(report.changes)
         self.tickets = itertools.count(1)
         self.bridge = Bridge(self)
         self.prepared: dict[int, str | None] = {}
+        self.given: set[str] = set()
+        """Weights that came as tensors, and are here."""
+        self.taking: dict[int, tuple[str, bytes]] = {}
         self.caller = Caller(fleet.number, self.hello, fleet.wire.now)
 
     def hello(self) -> m.Hello:
@@ -115,6 +124,10 @@ class SimReplica:
 
     def prepare(self, ask: int, order: m.Asked, source: str | None) -> None:
         failure = None
+        if source is not None and source.startswith(m.OF_TENSORS) and source not in self.given:
+            self.taking[ask] = source, b""
+            self.bridge.fetch(ask, source, 0)
+            return
         if isinstance(order, cmd.UpdateWeights) and order.has_weights and source == "missing":
             failure = ev.Failure("ModelNotFound", "no such weights")
         self.prepared[ask] = source
@@ -124,12 +137,29 @@ class SimReplica:
         source = self.prepared.pop(ask)
         if isinstance(order, cmd.UpdateWeights) and order.has_weights:
             assert source is not None
-            self.device.staged[order.ticket] = int(source)
+            self.device.staged[order.ticket] = number_of(source)
             self.source = source
         self.inbox.put(order)
 
     def forget(self, ask: int) -> None:
         self.prepared.pop(ask, None)
+        self.taking.pop(ask, None)
+
+    def take_piece(self, ask: int, first: int, total: int, data: bytes) -> None:
+        source, taken = self.taking.pop(ask)
+        assert first == len(taken), "a piece out of turn"
+        taken += data
+        if len(taken) < total:
+            self.taking[ask] = source, taken
+            self.bridge.fetch(ask, source, len(taken))
+            return
+        assert taken == bytes_of(source), "other weights than were given"
+        self.given.add(source)
+        self.prepare(ask, cmd.UpdateWeights(0), source)
+
+    def piece(self, source: str, first: int) -> tuple[bytes, int] | None:
+        self.fleet.marks["pieces from a replica"] += source in self.given
+        return (bytes_of(source)[first : first + PIECE], len(bytes_of(source))) if source in self.given else None
 
     def hold(self, holds: bool) -> None:
         self.held = holds
@@ -143,6 +173,8 @@ class SimReplica:
     def take(self, frames: list[bytes]) -> None:
         for happening in self.caller.take(frames, self.fleet.wire.now):
             self.bridge.happened(happening)
+            if isinstance(happening, Opened):
+                self.holdings.begin()
 
     def step(self) -> None:
         if self.is_hung:
@@ -154,6 +186,10 @@ class SimReplica:
             if self.caller.link is not None:
                 self.caller.send(message, frames)
         if self.caller.link is not None:
+            for held in self.holdings.messages(self.fleet.wire.now):
+                self.fleet.marks["pages told"] += len(held.held)
+                self.fleet.marks["pages told gone"] += len(held.gone)
+                self.caller.send(held)
             self.caller.link.pulse = m.Beat(self.scheduler.requests.counters.num_steps, self.bridge.has_work)
         for packet in self.caller.packets(self.fleet.wire.now):
             self.fleet.wire.send(self.name, "coordinator", packet)
@@ -179,6 +215,9 @@ class SimClient:
         self.aborted: set[int] = set()
         self.parts: dict[tuple[int, int], tuple[list[int], TokenScores]] = {}
         self.asked: dict[int, cmd.Command] = {}
+        self.sources: dict[int, str] = {}
+        """Of weights, by the tickets of their orders."""
+        self.pins: list[int] = []
         self.taken: list[tuple[int, Checkpoint]] = []
 
     def ticket(self) -> int:
@@ -188,12 +227,17 @@ class SimClient:
     def send(self, command: cmd.Command, source: str | None = None) -> None:
         if not isinstance(command, cmd.Submit | cmd.Abort):
             self.asked[command.ticket] = command
+        if source is not None:
+            self.sources[command.ticket] = source
         self._tell(self.submissions.send(command, source))
 
     def take(self, frames: list[bytes]) -> None:
         for happening in self.caller.take(frames, self.fleet.wire.now):
             if isinstance(happening, Opened):
                 self.fleet.marks["client sessions"] += 1
+            if isinstance(happening, Arrived) and isinstance(happening.message, m.Fetch):
+                self._give_piece(happening.message)
+                continue
             self._tell(self.submissions.happened(happening, self.fleet.wire.now))
 
     def step(self) -> None:
@@ -202,6 +246,29 @@ class SimClient:
         self.submissions.outgoing.clear()
         for packet in self.caller.packets(self.fleet.wire.now):
             self.fleet.wire.send(self.name, "coordinator", packet)
+
+    def _give_piece(self, fetch: m.Fetch) -> None:
+        """Tensors are here until their order is answered."""
+        if fetch.source not in [self.sources.get(ticket) for ticket in self.asked]:
+            gone = ev.Failure("StateError", "they are not here any more")
+            self.caller.send(m.Piece(fetch.ask, fetch.first, failure=gone))
+            return
+        data = bytes_of(fetch.source)
+        piece = m.Piece(fetch.ask, fetch.first, len(data))
+        self.caller.send(piece, [data[fetch.first : fetch.first + PIECE]])
+        self.fleet.marks["pieces from a client"] += 1
+
+    def pin_or_release(self) -> None:
+        rng = self.fleet.rng
+        if self.pins and rng.random() < 0.5:
+            self.release(rng.choice(self.pins))
+        else:
+            tokens = rng.choice(self.fleet.bases)[: rng.randint(0, self.fleet.config.max_model_len)]
+            self.send(cmd.PinPrefix(self.ticket(), tokens))
+
+    def release(self, pin: int) -> None:
+        self.pins.remove(pin)
+        self.send(cmd.UnpinPrefix(self.ticket(), pin))
 
     def _tell(self, told: list[Told]) -> None:
         for event, _ in told:
@@ -230,6 +297,10 @@ class SimClient:
                     self.taken.append((request_ticket, checkpoint))
                 case ev.Done():
                     order = self.asked.pop(ticket)
+                    if isinstance(order, cmd.PinPrefix) and event.failure is None:
+                        size = self.fleet.config.page_size
+                        assert event.value == len(order.prompt_token_ids) // size * size
+                        self.pins.append(ticket)
                     self.fleet.answered(order, event)
 
     @property
@@ -273,6 +344,7 @@ class Fleet:
         self.killers = rng.random() < 0.7
         self.restarts = rng.random() < 0.3
         self.orders = rng.random() < 0.6
+        self.pinning = rng.random() < 0.5
         self.bases = [[rng.randrange(len(PIECES)) for _ in range(max_len)] for _ in range(2)]
         for index in range(NUM_REPLICAS):
             self._start(index)
@@ -323,11 +395,15 @@ class Fleet:
                 self._take_checkpoint()
             elif roll < 0.09 and self.orders:
                 self._give_order()
+            elif roll < 0.1 and self.pinning:
+                rng.choice(self.clients).pin_or_release()
             elif roll < 0.14 and self.killers and self.num_broken < MOST_BROKEN:
                 self._break_replica()
             elif roll < 0.125 and self.restarts and to_submit:
                 self._restart_coordinator()
             self._step()
+            if self._lacks_weights and rng.random() < 0.1:
+                self._give_weights()
             if not to_submit and not any(client.num_open or client.asked for client in self.clients):
                 break
             if not to_submit and self.halted and rng.random() < 0.2:
@@ -437,15 +513,29 @@ class Fleet:
             case "resume":
                 self._resume()
             case "update":
-                self.next_epoch += 1
-                order = cmd.UpdateWeights(client.ticket(), self.next_epoch, True)
-                client.send(order, source=str(weights_of(self.next_epoch)))
+                self._give_weights()
             case "missing":
                 client.send(cmd.UpdateWeights(client.ticket(), None, True), source="missing")
             case "reset":
                 client.send(cmd.Reset(client.ticket()))
             case "stats":
                 client.send(cmd.GetStats(client.ticket()))
+
+    @property
+    def _lacks_weights(self) -> bool:
+        """Whether somebody cannot serve, as those who had the agreed weights are gone."""
+        return self.coordinator is not None and any(r.lacks_weights for r in self.coordinator.router.members.all)
+
+    def _give_weights(self) -> None:
+        """From a file, or as tensors."""
+        client = self.clients[0]
+        if client.asked:
+            return
+        self.next_epoch += 1
+        number = str(weights_of(self.next_epoch))
+        source = f"{m.OF_TENSORS}{number}-{self.next_epoch}" if self.rng.random() < 0.5 else number
+        self.marks["weights given again"] += self._lacks_weights
+        client.send(cmd.UpdateWeights(client.ticket(), self.next_epoch, True), source=source)
 
     def _resume(self) -> None:
         client = self.clients[0]
@@ -531,6 +621,18 @@ class Fleet:
 
     def _drain(self) -> None:
         """Let everything come to rest: then nothing is left anywhere."""
+        for client in self.clients:
+            for pin in list(client.pins):
+                client.release(pin)
+        self._settle()
+        while self._lacks_weights:
+            self._give_weights()
+            self._settle()
+        assert self.coordinator is not None
+        self.coordinator.check_idle()
+        self._check_at_rest()
+
+    def _settle(self) -> None:
         for _ in range(150):
             self.wire.now += 4 * TICK_S
             for when, back in list(self.back_at):
@@ -538,8 +640,9 @@ class Fleet:
                     self.back_at.remove((when, back))
                     back()
             self._step()
+
+    def _check_at_rest(self) -> None:
         assert self.coordinator is not None
-        self.coordinator.check_idle()
         for replica in self.replicas.values():
             replica.bridge.check_idle()
             replica.scheduler.check()
@@ -611,6 +714,16 @@ class Fleet:
 def weights_of(epoch: int) -> int:
     """An epoch names its weights."""
     return epoch % 5 if epoch else 0
+
+
+def number_of(source: str) -> int:
+    """Of the weights that come from there."""
+    return int(source.removeprefix(m.OF_TENSORS).partition("-")[0])
+
+
+def bytes_of(source: str) -> bytes:
+    """Weights as they travel."""
+    return source.encode()
 
 
 def _of(stop: ev.StopMatch) -> tuple[int, int, int | None]:

@@ -27,6 +27,8 @@ VISITED = (
     ),
     *(f"{order} done" for order in ("Pause", "Suspend", "Resume", "UpdateWeights", "GetStats")),
     *("children moved", "checkpoints with ended children"),
+    *("PinPrefix done", "PinPrefix InvalidValue", "UnpinPrefix done", "pages told", "pages told gone"),
+    *("pieces from a client", "pieces from a replica", "weights given again"),
     *("UpdateWeights ModelNotFound", "Reset StateError", "calls blocking", "calls by messages"),
 )
 """What these lives must have met."""

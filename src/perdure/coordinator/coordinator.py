@@ -50,6 +50,10 @@ class Coordinator:
         self.router.tick(now)
         self._follow(lost, now)
 
+    def drain(self, until: float) -> None:
+        """Take no new request, and stop everybody when none is left, or then. What was said first holds."""
+        self.router.drain(until)
+
     def packets(self, now: float) -> Iterator[tuple[bytes, list[bytes]]]:
         """What is to go onto the wire, each with its address."""
         return self.sessions.packets(now)

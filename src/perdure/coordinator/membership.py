@@ -15,7 +15,10 @@ STALL_S = 30.0
 
 
 class Replica:
-    """session: by which it is named. serves: whether requests go to it. about: what it is, as last told."""
+    """session: by which it is named. serves: whether requests go to it. about: what it is, as last told.
+
+    lacks_weights: the agreed ones could not be had; it waits for others.
+    """
 
     def __init__(self, session: int, name: str, about: About, now: float) -> None:
         self.session = session
@@ -23,6 +26,7 @@ class Replica:
         self.index = about.index
         self.about = about
         self.serves = False
+        self.lacks_weights = False
         self._num_steps = -1
         self._moved_at = now
 

@@ -18,11 +18,12 @@ from msgspec.structs import replace
 from perdure.api import command as cmd
 from perdure.api.config import EngineConfig, OnReplicaLoss, RoutingPolicy
 from perdure.api.ending import Ending, Failure
-from perdure.api.errors import InvalidValue, PerdureError, QueueFull, ReplicaLost
+from perdure.api.errors import InvalidValue, PerdureError, QueueFull, ReplicaLost, StateError
 from perdure.api.output import Stats
 from perdure.coordinator import messages as m
 from perdure.coordinator.affinity import Chooser
 from perdure.coordinator.entries import Entries, Entry
+from perdure.coordinator.fetches import Fetches
 from perdure.coordinator.link import Frames
 from perdure.coordinator.membership import STALL_S, Members, Replica
 from perdure.coordinator.orders import Orders
@@ -75,8 +76,10 @@ class Router:
         self._takes: dict[int, tuple[int, int, int]] = {}
         """Checkpoints asked for: ours -> (client, its ask, owner)."""
         self._next_take = 1
+        self._fetches = Fetches()
         self._details: bytes | None = None
-        self._is_told_at = 0
+        self._drains_until: float | None = None
+        """When the end comes, whatever is left; None = it is not near."""
 
     @property
     def is_stopped(self) -> bool:
@@ -110,11 +113,20 @@ class Router:
         for session in self.members.stalled(now):
             self.closed.append(session)
             self._lost(session, now)
+        if self._drains_until is not None and not (len(self.entries) and now < self._drains_until):
+            for entry in self.entries.waiting:
+                self._end(entry, Ending("abort"))
+            self.orders.stop()
         for entry in self.entries.waiting:
             if entry.deadline is not None and now >= entry.deadline:
                 waited = f"no replica served for {self._routing.replica_wait_s:g} s (replica_wait_s)"
                 self._fail(entry, ReplicaLost(waited))
         self._follow_orders(now)
+
+    def drain(self, until: float) -> None:
+        """Take no new request; when none is left, or then, everybody stops."""
+        if self._drains_until is None:
+            self._drains_until = until
 
     def _opened(self, session: int, hello: m.Hello, now: float) -> None:
         if hello.about is None:
@@ -152,6 +164,8 @@ class Router:
                 self._take(client, ask, number, end)
             case m.Ask():
                 self.orders.ask(client, message)
+            case m.Piece():
+                self._fetches.answered(client, message, frames)
 
     def _named(self, client: int, number: int) -> Entry | None:
         return self.entries.named(client, number)
@@ -167,6 +181,10 @@ class Router:
             return
         if self.entries.named(client, number) is not None:
             self._send(client, m.Refused(number, Failure.of(InvalidValue(f"number={number} is live"))))
+            return
+        if self._drains_until is not None:
+            why = "the coordinator is about to stop: it takes no more requests"
+            self._send(client, m.Refused(number, Failure.of(StateError(why))))
             return
         entry = self.entries.add(client, number, frames, keys)
         if known is not None:
@@ -222,6 +240,12 @@ class Router:
                 self.orders.prepared(session, message)
             case m.Answer():
                 self.orders.answered(session, message)
+            case m.Held(is_anew, held, gone):
+                self._chooser.holds(session, is_anew, held, gone, now)
+            case m.Fetch(_, source):
+                self._fetches.ask(session, message, self.orders.holder_of(source, session))
+            case m.Piece():
+                self._fetches.answered(session, message, frames)
             case m.Leave():
                 self._supersede(session, now)
 
@@ -263,6 +287,7 @@ class Router:
 
     def _lost(self, session: int, now: float) -> None:
         """A session is over, whoever it was."""
+        self._fetches.lost(session)
         if self._clients.pop(session, None) is not None:
             self.orders.forget_client(session)
             for ask in [ask for ask, (client, _, _) in self._takes.items() if client == session]:
@@ -344,11 +369,15 @@ class Router:
     def _refusal_of_order(self, order: m.Asked) -> str | None:
         if isinstance(order, cmd.Reset) and len(self.entries):
             return f"reset needs an engine without requests: {len(self.entries)} are outstanding"
+        if isinstance(order, cmd.Reset) and self.orders.num_pins:
+            return f"reset needs an engine without pinned prefixes: {self.orders.num_pins} are not released"
         return None
 
     def _follow_orders(self, now: float) -> None:
         """Do what came of orders: send, answer, let in, send away."""
         orders = self.orders
+        self.outgoing += self._fetches.to_send
+        self._fetches.to_send.clear()
         for session, message in orders.to_send:
             self._send(session, message)
         orders.to_send.clear()
@@ -383,6 +412,6 @@ class Router:
 
     def check_idle(self) -> None:
         """Nothing is left of anything. Raises AssertionError."""
-        assert not len(self.entries) and not self.entries.num_bytes and not self._takes
+        assert not len(self.entries) and not self.entries.num_bytes and not self._takes and not len(self._fetches)
         self.entries.check()
         self.orders.check_idle()
