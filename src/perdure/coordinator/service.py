@@ -55,7 +55,8 @@ class Service:
                     coordinator.drain(now + self._drain_s)
                 coordinator.tick(now)
                 for address, packet in coordinator.packets(now):
-                    socket.send(address, packet)
+                    if not socket.send(address, packet):
+                        coordinator.cut(address, now)
 
     def drain(self, seconds: float) -> None:
         """From any thread, or a signal's handler: take no new request, let those that are here go on for so long, then
