@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -109,6 +110,7 @@ def test_a_client_with_a_secret_where_there_is_none(start: Start, tmp_path: Path
     endpoint = line_of(coordinator, "coordinator at").rpartition(" ")[2]
     with pytest.raises(InvalidValue, match="or none if it has none"):
         Client(endpoint, secret_file=str(secret), patience_s=PATIENCE_S)
+    assert re.fullmatch(r"tcp://127\.0\.0\.1:[0-9]+", endpoint), "others can use what is said"
     assert ended(coordinator, signal.SIGTERM) == 0
 
 

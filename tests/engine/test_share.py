@@ -1,11 +1,12 @@
 """What each of several replicas on one machine gets of it."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from perdure import EngineConfig, InvalidValue
+from perdure import EngineConfig, EngineDead, InvalidValue
 from perdure.engine.share import environments
 
 SRC = str(Path(__file__).parents[2] / "src")
@@ -48,3 +49,31 @@ def test_gpus_are_divided_by_index(visible, num_gpus, num_replicas, settings, ex
 def test_gpus_that_would_be_promised_twice_are_refused():
     with pytest.raises(InvalidValue, match=r"data_parallel_size=3: 2 replicas would share a GPU of 2, each with .*0.9"):
         shares({}, 2, num_replicas=3)
+
+
+def test_each_child_gets_its_own(monkeypatch, tmp_path):
+    """By the environment of the processes that are started."""
+    from perdure.engine import launch
+
+    started = []
+
+    class Child:
+        process = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+
+        def __init__(self, module, settings, env):
+            started.append((module.rpartition(".")[2], env.get("CUDA_VISIBLE_DEVICES"), env.get("OMP_NUM_THREADS")))
+
+        def ready(self):
+            raise EngineDead("that is enough")
+
+        def end(self, timeout_s):
+            pass
+
+    monkeypatch.setattr(launch, "Child", Child)
+    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: range(6))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(EngineDead, match="enough"):
+        launch.Processes(EngineConfig.of(model=str(tmp_path), data_parallel_size=2))
+    assert started == [("service", None, None), ("replica", "0", "3"), ("replica", "1", "3")]

@@ -33,12 +33,16 @@ class Coordinator:
         router = self.router
         for happening in happened:
             router.take(happening, now)
-        for session, message, frames in router.outgoing:
+        if router.closed:
+            self._send()
+            for session in router.closed:
+                self.sessions.close(session)
+            router.closed.clear()
+
+    def _send(self) -> None:
+        """Together, what came of all that arrived since."""
+        for session, message, frames in self.router.take_outgoing():
             self.sessions.send(session, message, frames)
-        router.outgoing.clear()
-        for session in router.closed:
-            self.sessions.close(session)
-        router.closed.clear()
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -58,6 +62,7 @@ class Coordinator:
 
     def packets(self, now: float) -> Iterator[tuple[bytes, list[bytes]]]:
         """What is to go onto the wire, each with its address."""
+        self._send()
         return self.sessions.packets(now)
 
     def due(self, now: float) -> float:

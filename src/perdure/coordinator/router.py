@@ -63,11 +63,13 @@ class Routing(NamedTuple):
 
 
 class Router:
-    """outgoing: (session, message, frames) to send, in order. closed: sessions to end."""
+    """outgoing: (session, message, frames) to send, in order; taken by `take_outgoing`. closed: sessions to end."""
 
     def __init__(self, routing: Routing) -> None:
         self.outgoing: list[tuple[int, m.Message, Frames]] = []
         self.closed: list[int] = []
+        self._growing: dict[int, tuple[m.Parts, list[bytes]]] = {}
+        """By client, the parts that are the last of what it is to be sent: those of other replicas join them."""
         self.entries = Entries()
         self.members = Members(routing.stall_s)
         self.num_lost_replicas = 0
@@ -263,8 +265,7 @@ class Router:
             self.entries.retire(entry)
 
     def _parts(self, session: int, parts: m.Parts, frames: Frames) -> None:
-        """New tokens: noted here, and passed on to whom they belong."""
-        by_client: dict[int, tuple[m.Parts, list[bytes]]] = {}
+        """New tokens: noted here, and passed on to whom they belong, with those that wait already."""
         for at, serial in enumerate(parts.numbers):
             entry = self.entries.owned(session, serial)
             if entry is None:
@@ -273,9 +274,11 @@ class Router:
             entry.sample(child).grow(first, token_ids, epoch)
             if entry.client is None:
                 continue
-            found = by_client.get(entry.client)
+            found = self._growing.get(entry.client)
             if found is None:
-                found = by_client[entry.client] = m.Parts([], [], [], [], []), []
+                found = m.Parts([], [], [], [], []), list[bytes]()
+                self._send(entry.client, *found)
+                self._growing[entry.client] = found
             theirs, own = found
             theirs.numbers.append(entry.number)
             theirs.children.append(child)
@@ -283,8 +286,6 @@ class Router:
             theirs.epochs.append(epoch)
             theirs.token_ids.append(token_ids)
             own.append(frames[at])
-        for client, (theirs, own) in by_client.items():
-            self._send(client, theirs, own)
 
     # Losing
 
@@ -411,7 +412,14 @@ class Router:
         return replace(answer.stats, paused_ids=paused)
 
     def _send(self, session: int, message: m.Message, frames: Frames = ()) -> None:
+        self._growing.pop(session, None)
         self.outgoing.append((session, message, frames))
+
+    def take_outgoing(self) -> list[tuple[int, m.Message, Frames]]:
+        """What is to be sent now."""
+        taken, self.outgoing = self.outgoing, []
+        self._growing.clear()
+        return taken
 
     def check_idle(self) -> None:
         """Nothing is left of anything. Raises AssertionError."""

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import math
 import os
+import re
 import socket
 from collections.abc import Iterator
 from types import TracebackType
@@ -29,6 +30,8 @@ MOST_QUEUED = 20_000
 """Packets that may wait inside a socket for one peer."""
 LINGER_MS = 500
 LEAST_SECRET = 16
+_IPV4_IN_IPV6 = re.compile(r"\[::ffff:([0-9.]+)\]")
+"""How a socket for both kinds of addresses tells one of the older kind."""
 MOST_HANDSHAKES = 3
 """Failed ones before the first that succeeds; one may fail because the other side has just gone."""
 
@@ -166,7 +169,7 @@ class AnsweringSocket(_Socket):
         except zmq.ZMQError as error:
             self.close()
             raise InvalidValue(f"endpoint={endpoint!r} cannot be bound: {error.strerror}") from None
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = _IPV4_IN_IPV6.sub(r"\1", self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def send(self, address: bytes, frames: list[bytes]) -> bool:
         """False = the connection that this was the address of is gone."""
