@@ -104,18 +104,22 @@ class Taking:
 
 
 class TakenTensors:
-    """folder: shared by replicas of one machine that are started together; None = one of its own."""
+    """folder: shared by replicas of one machine that are started together; None = one of its own, once it is needed."""
 
     def __init__(self, folder: str | None) -> None:
         self._is_own = folder is None
-        self._folder = Path(tempfile.mkdtemp(prefix="perdure-weights-") if folder is None else folder)
+        self._folder = None if folder is None else Path(folder)
 
     def find(self, source: str) -> Path | None:
         """The directory of a set that is here."""
+        if self._folder is None:
+            return None
         directory = _directory(self._folder, source)
         return directory if (directory / SINGLE_FILE).is_file() else None
 
     def begin(self, source: str) -> Taking:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="perdure-weights-"))
         return Taking(source, self._folder)
 
     def given(self, source: str, first: int) -> tuple[bytes, int] | None:
@@ -129,11 +133,11 @@ class TakenTensors:
 
     def drop(self, source: str) -> None:
         """It is not needed any more. Nothing happens if it is none of these."""
-        if source.startswith(OF_TENSORS):
+        if source.startswith(OF_TENSORS) and self._folder is not None:
             shutil.rmtree(_directory(self._folder, source), ignore_errors=True)
 
     def close(self) -> None:
-        if self._is_own:
+        if self._is_own and self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
