@@ -120,7 +120,7 @@ class Bridge:
 
     @property
     def has_work(self) -> bool:
-        """Whether steps should follow one another. Orders may take long without one."""
+        """Whether somebody waits for steps. Orders may take long without one."""
         return bool(self._here) and not self._asks and not self._orders
 
     # From the coordinator

@@ -222,7 +222,7 @@ class Replica:
             if caller.link is not None:
                 caller.send(message, own)
         if caller.link is not None:
-            caller.link.pulse = m.Beat(self.engine.num_steps, bridge.has_work)
+            caller.link.pulse = m.Beat(self.engine.num_steps, bridge.has_work and not self.engine.is_waiting)
         for packet in caller.packets(now):
             socket.send(packet)
 
