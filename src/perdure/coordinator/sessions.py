@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
 
-from perdure.coordinator.link import ACKNOWLEDGE_S, BEAT_S, RESEND_S, Frames, Kind, Link, Packet, decode, encode
+from perdure.coordinator.link import RESEND_S, Frames, Kind, Link, Packet, decode, encode
 from perdure.coordinator.messages import VERSION, Hello, Message
 
 SILENCE_S = 1.2
@@ -51,13 +53,14 @@ Happening = Opened | Arrived | Lost
 
 class _Peer:
     """address: where its last packet came from. cut_at: when that was found to lead nowhere. hello: until it has shown
-    that it knows both numbers."""
+    that it knows both numbers. timer_at: when its link is looked at next."""
 
-    __slots__ = ("address", "cut_at", "hello", "link")
+    __slots__ = ("address", "cut_at", "hello", "link", "timer_at")
 
     def __init__(self, address: bytes, link: Link, hello: Hello) -> None:
         self.address = address
         self.cut_at: float | None = None
+        self.timer_at = math.inf
         self.link = link
         self.hello: Hello | None = hello
 
@@ -92,8 +95,9 @@ class Answerer:
         self._by_caller: dict[int, int] = {}
         self._stray: list[tuple[bytes, list[bytes]]] = []
         self._eager: dict[int, None] = {}
-        """Sessions with something to send at once; all others are looked at when a timer of one is due."""
-        self._sweep_at = 0.0
+        """Sessions with something to send at once."""
+        self._timers: list[tuple[float, int]] = []
+        """A heap of (time, session). One that is not its peer's `timer_at` is of the past."""
 
     @property
     def sessions(self) -> list[int]:
@@ -119,7 +123,7 @@ class Answerer:
             peer.hello = None
         for message, own in peer.link.take(packet, frames[1:], now):
             found.append(Arrived(packet.answerer, message, own))
-        self._sweep_at = min(self._sweep_at, now + ACKNOWLEDGE_S)
+        self._set_timer(packet.answerer, peer, now)
         return found
 
     def _open(self, address: bytes, packet: Packet, now: float) -> None:
@@ -183,21 +187,35 @@ class Answerer:
         """What is to go onto the wire now, each with its address."""
         stray, self._stray = self._stray, []
         yield from stray
-        is_sweep = now >= self._sweep_at
-        sessions, self._eager = (list(self._peers) if is_sweep else list(self._eager)), {}
-        for session in sessions:
-            peer = self._peers.get(session)
-            if peer is None or peer.hello is not None:
-                continue
-            for frames in peer.link.packets(now):
-                yield peer.address, frames
-        if is_sweep:
-            links = [peer.link for peer in self._peers.values() if peer.hello is None]
-            self._sweep_at = min((link.due(now) for link in links), default=now + BEAT_S)
+        eager, self._eager = self._eager, {}
+        for session in eager:
+            yield from self._spoken(session, now)
+        while self._timers and self._timers[0][0] <= now:
+            at, session = heapq.heappop(self._timers)
+            if (peer := self._peers.get(session)) is not None and peer.timer_at == at:
+                peer.timer_at = math.inf
+                yield from self._spoken(session, now)
+
+    def _spoken(self, session: int, now: float) -> Iterator[tuple[bytes, list[bytes]]]:
+        """What this one is told now."""
+        peer = self._peers.get(session)
+        if peer is None or peer.hello is not None:
+            return
+        for frames in peer.link.packets(now):
+            yield peer.address, frames
+        self._set_timer(session, peer, now)
+
+    def _set_timer(self, session: int, peer: _Peer, now: float) -> None:
+        """Unless it is looked at before."""
+        if (at := peer.link.due(now)) < peer.timer_at:
+            peer.timer_at = at
+            heapq.heappush(self._timers, (at, session))
 
     def due(self, now: float) -> float:
-        """When `packets` or `tick` has something next."""
-        return now if self._eager or self._stray else self._sweep_at
+        """When `packets` has something next."""
+        if self._eager or self._stray:
+            return now
+        return self._timers[0][0] if self._timers else math.inf
 
     @property
     def is_flushed(self) -> bool:
