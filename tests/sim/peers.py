@@ -71,7 +71,7 @@ class Peer:
         self.caller = Caller(fleet.number, self.hello, fleet.wire.now)
         self.connect()
 
-    def hello(self) -> m.Hello:
+    def hello(self) -> m.Hello | None:
         return m.Hello(m.VERSION, self.name)
 
     def connect(self) -> None:
@@ -112,7 +112,9 @@ class SimReplica(Peer):
         self.prepared: dict[int, str | None] = {}
         super().__init__(fleet, f"replica-{index}-{next(fleet.connections)}")
 
-    def hello(self) -> m.Hello:
+    def hello(self) -> m.Hello | None:
+        if not self.bridge.is_settled:
+            return None
         state, epoch, fingerprint = self.condition()
         about = m.About(self.index, "sim", fingerprint, state, epoch, self.source, b"")
         return m.Hello(m.VERSION, self.name, about)

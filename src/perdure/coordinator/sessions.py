@@ -23,6 +23,8 @@ SILENCE_S = 1.2
 """A peer that was not heard of for so long is lost, unless longer gaps than a quarter of that are usual."""
 USUAL_GAPS = 4.0
 """How many times its longest gap of late a peer may be silent."""
+AGAIN_S = 0.05
+"""How soon one is asked again what it is, who could not say."""
 CUT_S = 1.0
 """A peer whose connection broke is lost after so long without another: its process has ended, or the network."""
 MOST_BACKLOG = 256 * 2**20
@@ -224,9 +226,10 @@ class Answerer:
 
 
 class Caller:
-    """One session at a time with an answerer, opened again whenever it is over. `refused`: why we are not wanted."""
+    """One session at a time with an answerer, opened again whenever it is over. make_hello: None = who calls cannot say
+    yet what it is. `refused`: why we are not wanted."""
 
-    def __init__(self, new_number: Callable[[], int], make_hello: Callable[[], Hello], now: float) -> None:
+    def __init__(self, new_number: Callable[[], int], make_hello: Callable[[], Hello | None], now: float) -> None:
         self._new_number = new_number
         self._make_hello = make_hello
         self.refused: str | None = None
@@ -236,7 +239,6 @@ class Caller:
 
     def _begin(self, now: float) -> None:
         self._number = self._new_number()
-        self._hello = encode(Packet(Kind.OPEN, self._number, hello=self._make_hello()))
         self._call_at = now
         self.link = None
 
@@ -283,8 +285,9 @@ class Caller:
             return self.link.packets(now)
         if now < self._call_at or self.refused is not None:
             return []
-        self._call_at = now + RESEND_S
-        return [[self._hello]]
+        hello = self._make_hello()
+        self._call_at = now + (RESEND_S if hello is not None else AGAIN_S)
+        return [] if hello is None else [[encode(Packet(Kind.OPEN, self._number, hello=hello))]]
 
     def due(self, now: float) -> float:
         return self._call_at if self.link is None else self.link.due(now)

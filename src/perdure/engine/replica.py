@@ -158,7 +158,9 @@ class Replica:
         self._caller = Caller(new_number, self._hello, time.monotonic())
         self._is_leaving = False
 
-    def _hello(self) -> m.Hello:
+    def _hello(self) -> m.Hello | None:
+        if not self._bridge.is_settled:
+            return None
         state, epoch, fingerprint = self._host.condition
         resolved = self.engine.resolved
         core = resolved.core
