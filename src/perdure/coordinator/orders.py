@@ -275,6 +275,7 @@ class Orders:
 
     def _apply(self, one: Round) -> None:
         for replica in self._everybody(one.order):
+            replica.was_told(one.ask, one.order)
             self.to_send.append((replica.session, Apply(one.ask)))
             one.waits[replica.session] = None
         if one.is_order:
@@ -336,7 +337,7 @@ class Orders:
                 source = one.source if has_weights else source
             case cmd.Stop():
                 self.stopped = True
-        if one.done and one.done[0].state != "stopped":
+        if one.is_order and one.done and one.done[0].state != "stopped":  # others are answered while orders wait
             state, epoch = one.done[0].state, one.done[0].weight_epoch
         self.agreed = Agreed(state, epoch, source, None if state == "running" else halt)
 
@@ -358,10 +359,8 @@ class Orders:
         if replica is None:
             return
         rounds = [Round(self._number(), None, *order) for order in _to_agree(replica.about, self.agreed)]
-        rounds += [Round(number, None, pin.order, None) for number, pin in self._pins.items() if pin not in self._queue]
         if not rounds:
-            self.joined.append(session)
-            self._members.serve(session, True)
+            self._let_in(replica)
             return
         self._aligning[session] = len(rounds)
         for one in rounds:
@@ -370,12 +369,12 @@ class Orders:
             self.to_send += [(session, Prepare(one.ask, one.order, one.source)), (session, Apply(one.ask))]
 
     def _aligned(self, one: Round, session: int) -> None:
-        if session not in self._aligning:
+        replica = self._members.get(session)
+        if session not in self._aligning or replica is None:
             return
-        if one.failures and not isinstance(one.order, cmd.PinPrefix):  # one with a smaller pool serves without the pin
+        if one.failures:
             self._aligning.pop(session)
-            replica = self._members.get(session)
-            if replica is not None and (one.source or "").startswith(OF_TENSORS):
+            if (one.source or "").startswith(OF_TENSORS):
                 replica.lacks_weights = True
             else:
                 self.to_close.append(session)
@@ -383,8 +382,19 @@ class Orders:
         self._aligning[session] -= 1
         if not self._aligning[session]:
             del self._aligning[session]
-            self.joined.append(session)
-            self._members.serve(session, True)
+            self._let_in(replica)
+
+    def _let_in(self, replica: Replica) -> None:
+        """It serves, and holds what is pinned. Nobody waits for that: one that has no room serves all the same."""
+        session = replica.session
+        self.joined.append(session)
+        self._members.serve(session, True)
+        begun = {number: pin.order for number, pin in self._pins.items() if pin not in self._queue}
+        told = [(number, order) for number, order in begun.items() if number not in replica.pins]
+        told += [(self._number(), cmd.UnpinPrefix(0, number)) for number in replica.pins if number not in begun]
+        for number, order in told:
+            replica.was_told(number, order)
+            self.to_send += [(session, Prepare(number, order)), (session, Apply(number))]
 
     def check_idle(self) -> None:
         """Nobody waits for anything. Raises AssertionError."""
