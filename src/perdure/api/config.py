@@ -75,6 +75,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     replicas compute nothing between the two phases of an order that all must agree on.
     paused_pages: how many pages requests that wait for one may keep together, others are evicted and computed again;
     None = a tenth of the pool. admit_beside_paused: False = while a request waits so, no other is taken in.
+    grammar_timeout_s: a request whose structured outputs take longer to compile is refused.
     gpu_memory_utilization: how much of the device's memory all of it may take, as a part; what weights and a step
     leave of that is the pool. num_cuda_graphs: sizes of steps that are captured, -1 = as many as the rule has, 0: none;
     cuda_graph_sizing: the rule (`runner.shapes`); cuda_graph_max_tokens: of a captured step, or, with
@@ -128,6 +129,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     affinity_ttl: float = 300.0
     on_replica_loss: OnReplicaLoss = "resume"
     replica_wait_s: float = 60.0
+    grammar_timeout_s: float = 30.0
     blocking_collectives: bool = False
 
     def __post_init__(self) -> None:
@@ -219,7 +221,12 @@ _RANGES: tuple[tuple[str, int, int | None], ...] = (
     ("max_num_waiting", 1, None),
     ("data_parallel_size", 1, 65536),
 )
-_SECONDS_AND_WEIGHTS = (("routing_alpha", 1e6), ("affinity_ttl", 1e9), ("replica_wait_s", 1e9))
+_SECONDS_AND_WEIGHTS = (
+    ("routing_alpha", 1e6),
+    ("affinity_ttl", 1e9),
+    ("replica_wait_s", 1e9),
+    ("grammar_timeout_s", 1e6),
+)
 _TEXTS = ("model", "tokenizer", "journal")
 _BOOLEANS = (
     "admit_beside_paused",
