@@ -49,7 +49,8 @@ class PackedStep:
         missing = num_tokens - len(self.token_ids)
         if not missing:
             return self
-        ids, positions = (np.pad(column, (0, missing)) for column in (self.token_ids, self.positions))
+        zeros = np.zeros(missing, np.int64)
+        ids, positions = (np.concatenate([column, zeros]) for column in (self.token_ids, self.positions))
         return replace(self, token_ids=ids, positions=positions)
 
     def attention(self, rows: RowStore, page_size: int) -> AttentionRows:
