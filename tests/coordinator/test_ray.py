@@ -117,5 +117,8 @@ def test_what_keeps_replicas_from_beginning_is_told(cluster: Any, tmp_path: Path
     finally:
         replicas.end()
     assert str(tmp_path / "nothing") in str(errors[0])
-    with pytest.raises(InvalidValue, match=r"no cluster at address='127\.0\.0\.1:1'"):
-        RayReplicas(config, endpoint, None, 1, Place(address="127.0.0.1:1"), errors.append)
+
+
+def test_without_a_cluster_it_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match="ray: no cluster at address='auto'"):
+        RayReplicas(EngineConfig(), f"ipc://{tmp_path}/c", None, 1, Place(), lambda error: None)

@@ -187,7 +187,11 @@ class Replica:
         self._socket = CallingSocket(endpoint, secret)
         self._config = config
         report = PrefixReport()
-        self.engine = Engine(replace(config, data_parallel_size=1), report)
+        try:
+            self.engine = Engine(replace(config, data_parallel_size=1), report)
+        except BaseException:
+            self._socket.close()
+            raise
         self._holdings = Holdings(report.changes)
         self._host = EngineHost(self.engine, self._socket.waker.wake, folder)
         self._bridge = Bridge(self._host)
