@@ -10,6 +10,7 @@ from perdure.api.config import CoreConfig, EngineConfig
 from perdure.api.errors import InvalidValue
 from perdure.models.weights import LoadedModel
 from perdure.runner.grammars import Grammars
+from perdure.runner.kv_store import page_dtype
 from perdure.runner.shapes import ShapeRules
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def _runner(
             max_num_batched_tokens=config.max_num_batched_tokens,
             device=torch.device("cuda", torch.cuda.current_device()),
             dtype=loaded.dtype,
+            kv_dtype=page_dtype(config.kv_cache_dtype, loaded.dtype),
             attention_backend=config.attention_backend,
             rules=rules,
             weights=loaded.weights,
