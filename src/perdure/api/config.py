@@ -83,7 +83,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graph_all_prefills, max_num_batched_tokens; cuda_graph_mixed_prefill: prompts in a captured step that has some,
     0 = none are captured.
     attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own. quantization:
-    "gguf" keeps the blocks of a GGUF file as they are instead of expanding them; "fp8" rounds the weights of the layers'
+    "gguf" keeps the blocks of a GGUF file as they are instead of expanding them; "fp8" rounds the weights of layers'
     products to 8 bits when they are loaded, and their inputs when they come; None = as the checkpoint says.
     kv_cache_dtype: "auto" = pages as the device computes, "fp8" = of 8 bits. progress: say on stderr what is being
     done. check_integrity, poison_free_pages: for debugging; account for everything after every turn, and fill pages

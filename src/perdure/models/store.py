@@ -78,7 +78,8 @@ class TensorsInMemory:
         return self._given[name].dtype
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        return self._given[name][start:stop]
+        tensor = self._given[name]
+        return tensor[start:stop] if tensor.dim() else tensor[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,12 @@ class Store:
 
     def check(self, parts: list[Part], ignored_suffixes: tuple[str, ...]) -> None:
         """Refuse the store unless it holds exactly these parts, in these shapes."""
-        expected = {self._name(part): (part.shape,) for part in parts}
+        expected: dict[str, tuple[tuple[int, ...], ...]] = {self._name(part): (part.shape,) for part in parts}
         for part in [part for part in parts if self.is_float8(part)]:
-            expected[self._name(part) + SCALE] = ((part.shape[0], 1), part.shape[:1], (1,), ())
+            name = self._name(part)
+            expected[name + SCALE] = ((part.shape[0], 1), part.shape[:1], (1,), ())
+            if name + SCALE not in self.files:
+                raise ModelLoadError(f"{self.path}: tensor {name!r} is stored in 8 bits, {name + SCALE!r} is missing")
         missing = [name for name in expected if name not in self.files]
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""

@@ -199,9 +199,7 @@ def _in_float8(parameters: Mapping[str, Parts], config: ModelConfig, store: Stor
 def _refuse_float8(store: Store, parameters: Mapping[str, Parts]) -> None:
     if found := weights_in_float8(store, parameters):
         stored = parameters[found[0]][0].hf
-        raise ModelLoadError(
-            f"{store.path}: {stored!r} is stored in 8 bits (F8_E4M3), of which config.json says nothing"
-        )
+        raise ModelLoadError(f"{store.path}: {stored!r} is stored as F8_E4M3, config.json names no quantization")
 
 
 def _packed(weight: Tensor, native: Library | None) -> Weight:
