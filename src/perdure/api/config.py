@@ -77,11 +77,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     whether replicas compute nothing between the two phases of an order that all must agree on.
     paused_pages: how many pages requests that wait for one may keep together, others are evicted and computed again;
     None = a tenth of the pool. admit_beside_paused: False = while a request waits so, no other is taken in.
+    grammar_timeout_s: a request whose structured outputs take longer to compile is refused.
     gpu_memory_utilization: how much of the device's memory all of it may take, as a part; what weights and a step
-    leave of that is the pool. num_cuda_graphs: sizes of steps that are captured, -1 = as many as the rule has, 0: none;
+    leave of that is the pool. kv_memory: "managed" = the driver moves the pool between host and device, up to 1 GiB.
+    num_cuda_graphs: sizes of steps that are captured, -1 = as many as the rule has, 0: none;
     cuda_graph_sizing: the rule (`runner.shapes`); cuda_graph_max_tokens: of a captured step, or, with
     cuda_graph_all_prefills, max_num_batched_tokens; cuda_graph_mixed_prefill: prompts in a captured step that has some,
-    0 = none are captured.
+    0 = none are captured. On a CPU, which captures nothing, steps are padded to these shapes if num_cuda_graphs > 0.
     attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own. quantization:
     "gguf" keeps the blocks of a GGUF file as they are instead of expanding them; "fp8" rounds the weights of layers'
     products to 8 bits when they are loaded, and their inputs when they come; None = as the checkpoint says.
@@ -106,6 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None = None
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     gpu_memory_utilization: float = 0.9
+    kv_memory: Literal["device", "managed"] = "device"
     paused_pages: int | None = None
     admit_beside_paused: bool = True
     enable_prefix_caching: bool = True
@@ -135,6 +138,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     replica_wait_s: float = 60.0
     replica_silence_s: float = 1.2
     replica_stall_s: float = 30.0
+    grammar_timeout_s: float = 30.0
     blocking_collectives: bool = False
 
     def __post_init__(self) -> None:
@@ -232,6 +236,7 @@ _SECONDS_AND_WEIGHTS: tuple[tuple[str, float, float], ...] = (
     ("replica_wait_s", 0, 1e9),
     ("replica_silence_s", 0.5, 1e9),
     ("replica_stall_s", 0.5, 1e9),
+    ("grammar_timeout_s", 0.1, 1e6),
 )
 _TEXTS = ("model", "tokenizer", "journal")
 _BOOLEANS = (
@@ -265,6 +270,7 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention_backend", ("auto", "native", "tiled", "plain", "triton", "reference")),
     ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),
     ("kv_cache_dtype", ("auto", "fp8")),
+    ("kv_memory", ("device", "managed")),
     ("quantization", ("gguf", "fp8")),
     ("routing_policy", get_args(RoutingPolicy)),
     ("on_replica_loss", get_args(OnReplicaLoss)),

@@ -36,7 +36,7 @@ log = logging.getLogger("perdure")
 START_S = 600.0
 """A large model may take so long to load."""
 STOP_S = 2.0
-"""How long processes may take to end by themselves once they were told to."""
+"""How long all of them may take to end by themselves once they were told to; then they are killed."""
 LEAST_LIFE_S = 5.0
 """One that lives less than this is not started again at once."""
 
@@ -92,6 +92,11 @@ class Child:
         if self.process.stdout is not None:
             self.process.stdout.close()
 
+    def start_again(self) -> None:
+        """It has ended by itself."""
+        self.end(0.0)
+        self.start()
+
 
 class Processes:
     """The coordinator and the replicas, watched by a thread that starts dead ones again."""
@@ -100,6 +105,7 @@ class Processes:
         self._folder = tempfile.mkdtemp(prefix="perdure-")
         self.endpoint = f"ipc://{self._folder}/coordinator"
         self._ending = threading.Event()
+        self._watcher: threading.Thread | None = None
         self.children: list[Child] = []
         env = _environment(config.data_parallel_size)
         try:
@@ -123,13 +129,17 @@ class Processes:
                     log.warning(
                         "process %d ended with code %d: started again", child.process.pid, child.process.returncode
                     )
-                    child.start()
+                    child.start_again()
+
+    def leave(self) -> None:
+        """Start nothing again: from now on they are meant to end."""
+        self._ending.set()
+        if self._watcher is not None:
+            self._watcher.join()
 
     def end(self, timeout_s: float = STOP_S) -> None:
         """Leave no process behind."""
-        self._ending.set()
-        if self.children and hasattr(self, "_watcher"):
-            self._watcher.join()
+        self.leave()
         give_up_at = time.monotonic() + timeout_s
         for child in self.children:
             if child.process.stdin is not None:
@@ -157,16 +167,17 @@ class LocalEngine(RemoteEngine):
             self._processes.end()
             raise
 
-    def close(self) -> None:
+    def close(self, farewell_s: float = STOP_S) -> None:
         """Every request ends with what it has, then the replicas and the coordinator."""
+        give_up_at = time.monotonic() + farewell_s
+        self._processes.leave()
         if self._dead is None:
-            stopped = self.ask(cmd.Stop)
             try:
-                stopped.result(STOP_S)
+                self.ask(cmd.Stop).result(farewell_s)
             except (PerdureError, FutureTimeout) as error:
                 log.warning("replicas did not stop by themselves: %s", error)
-        super().close()
-        self._processes.end()
+        super().close(give_up_at - time.monotonic())
+        self._processes.end(give_up_at - time.monotonic())
 
 
 def _of_replica(config: EngineConfig, index: int) -> EngineConfig:

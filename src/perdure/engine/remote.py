@@ -40,7 +40,7 @@ from perdure.models.weight_set import Source
 PATIENCE_S = 60.0
 """How long a client hears nothing before it gives up."""
 FAREWELL_S = 2.0
-"""How long a client that goes waits for the ends of its requests."""
+"""How long a client that goes waits for the ends of its requests, unless it says otherwise."""
 MOST_UNSENT = 64 * 2**20
 """Bytes on the way to the coordinator; who submits more waits."""
 
@@ -153,14 +153,15 @@ class RemoteEngine(Desk):
             self._commands.append((command, source))
         self._socket.waker.wake()
 
-    def close(self) -> None:
-        """Requests of this client end with what they have; the replicas go on serving others."""
+    def close(self, farewell_s: float = FAREWELL_S) -> None:
+        """Requests of this client end with what they have; the replicas go on serving others. farewell_s: how long that
+        may take."""
         self._is_closing = True
         if threading.current_thread() is not self._thread and self._details is not None:
             with contextlib.suppress(EngineDead):
                 self.send(cmd.Abort(everything=True))
             with self._changed:
-                self._changed.wait_for(lambda: self._dead is not None or not self._receivers, FAREWELL_S)
+                self._changed.wait_for(lambda: self._dead is not None or not self._receivers, farewell_s)
         self._is_closed = True
         self._socket.waker.wake()
         if threading.current_thread() is not self._thread:

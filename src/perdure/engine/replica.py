@@ -151,7 +151,11 @@ class Replica:
     def __init__(self, config: EngineConfig, endpoint: str, secret: str | None = None) -> None:
         self._socket = CallingSocket(endpoint, secret)
         self._config = config
-        self.engine = Engine(replace(config, data_parallel_size=1))
+        try:
+            self.engine = Engine(replace(config, data_parallel_size=1))
+        except BaseException:
+            self._socket.close()
+            raise
         self._host = EngineHost(self.engine, self._socket.waker.wake)
         self._bridge = Bridge(self._host)
         self._name = new_name("replica")
