@@ -28,7 +28,7 @@ from tests.sim.life import PieceCursor
 if TYPE_CHECKING:
     from tests.sim.fleet import Fleet
 
-CHECKED = 0.15
+CHECKED = 0.1
 """Part of the replicas that account for everything after every turn; `tests.sim.life` does so always."""
 MOST_DELAY_S = 1.0
 
