@@ -245,6 +245,7 @@ def test_a_continuation_that_is_wrong_is_refused_alone(make_llm: MakeLLM, make_a
             for at in (2, 3, 6):
                 assert isinstance(results[at].error, InvalidValue)
                 assert str(results[at].error).startswith(f"continuations[{at}]: "), results[at].error
+            assert str(results[1].error) == f"continuations[1][0]={V} is not a token id of this model: 0 to {V - 1}"
             assert "prompt=[5]" in str(results[5].error)
             assert results[4].outputs[0].token_ids == results[0].outputs[0].token_ids
         first, second = llm.logprobs(["a", "b"], [None, "b"])  # type: ignore[list-item]
