@@ -191,14 +191,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     busy = Load(args.together, args.step_ms / 1000, args.tokens)
-    rows = [measure(count, args.clients, busy._replace(together=0), args.seconds) for count in args.replicas]
-    rows += [measure(count, args.clients, busy, args.seconds) for count in args.replicas]
+    rows = []
     print("a second: replicas  requests   tokens  packets in      out     MB in      out  of a core")
-    for row in rows:
+    for load, count in itertools.product((busy._replace(together=0), busy), args.replicas):
+        rows.append(row := measure(count, args.clients, load, args.seconds))
         print(
             f"{row['replicas']:18} {row['requests']:9.0f} {row['tokens']:8.0f} {row['packets_in']:11.0f} "
             f"{row['packets_out']:8.0f} {row['bytes_in'] / 1e6:9.2f} {row['bytes_out'] / 1e6:8.2f} "
-            f"{row['core_share']:9.1%}"
+            f"{row['core_share']:9.1%}",
+            flush=True,
         )
     if args.json is not None:
         workload = {name: getattr(args, name) for name in ("together", "step_ms", "tokens", "clients", "seconds")}
