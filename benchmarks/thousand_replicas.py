@@ -12,6 +12,7 @@ sockets add is that of `coordinator_load.py`, see docs/replicas.md.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import time
@@ -166,6 +167,8 @@ def measure(num_replicas: int, num_clients: int, load: Load, seconds: float) -> 
     world = World(num_replicas, num_clients, load)
     world.run(WARM_UP_S)
     assert len(world.coordinator.router.members.serving) == num_replicas
+    gc.collect()
+    gc.freeze()  # whoever simulates all peers in one process shall not have the collector look at them all again
     tokens, ended = (sum(getattr(one, name) for one in world.clients) for name in ("num_tokens", "num_ended"))
     count = world.run(seconds)
     return {
