@@ -51,7 +51,7 @@ class Fleet:
         self.peers: dict[str, Peer] = {}
         """Whoever is there, by the address of its connection."""
         self.wire = Wire(rng, lossy=rng.choice((0.0, 0.02, 0.1, 0.25)))
-        max_len = rng.choice((16, 32, 48))
+        max_len = rng.choice((16, 24, 40))
         page_size = rng.choice((1, 2, 4, 8))
         self.config = CoreConfig(
             num_pages=max(1, rng.choice((4, 6, 10)) * max_len // 4 // page_size),
@@ -71,8 +71,8 @@ class Fleet:
             on_replica_loss="resume" if rng.random() < 0.8 else "fail",
             replica_wait_s=rng.choice((2.0, 30.0, MOST_S)),
             blocking_collectives=rng.random() < 0.5,
-            silence_s=rng.choice((1.2, 3.0)),
-            stall_s=3.0,
+            silence_s=rng.choice((1.2, 2.0)),
+            stall_s=2.0,
         )
         self.tells_cuts = rng.random() < 0.7
         """Whether one is told of connections that broke."""
@@ -82,6 +82,7 @@ class Fleet:
         self.killers = rng.random() < 0.7
         self.restarts = rng.random() < 0.3
         self.orders = rng.random() < 0.6
+        self.pinning = rng.random() < 0.5
         self.bases = [[rng.randrange(len(PIECES)) for _ in range(max_len)] for _ in range(2)]
         for index in range(NUM_REPLICAS):
             self._start(index)
@@ -132,14 +133,18 @@ class Fleet:
                 self._take_checkpoint()
             elif roll < 0.09 and self.orders:
                 self._give_order()
+            elif roll < 0.1 and self.pinning:
+                rng.choice(self.clients).pin_or_release()
             elif roll < 0.14 and self.killers and self.num_broken < MOST_BROKEN:
                 self._break_replica()
-            elif roll < 0.125 and self.restarts and to_submit:
+            elif 0.15 <= roll < 0.165 and self.restarts and to_submit:
                 self._restart_coordinator()
             elif 0.14 <= roll < 0.15 and self.wire.lossy:
                 rng.choice(list(self.peers.values())).connect()
                 self.marks["connected anew"] += 1
             self._step()
+            if self._lacks_weights and rng.random() < 0.1:
+                self._give_weights()
             if not to_submit and not any(client.num_open or client.asked for client in self.clients):
                 break
             if not to_submit and self.halted and self.wire.now > self.halted_until and rng.random() < 0.2:
@@ -257,9 +262,7 @@ class Fleet:
             case "resume":
                 self._resume()
             case "update":
-                self.next_epoch += 1
-                order = cmd.UpdateWeights(client.ticket(), self.next_epoch, True)
-                client.send(order, source=str(weights_of(self.next_epoch)))
+                self._give_weights()
             case "missing":
                 client.send(cmd.UpdateWeights(client.ticket(), None, True), source="missing")
             case "reset":
@@ -267,9 +270,25 @@ class Fleet:
             case "stats":
                 client.send(cmd.GetStats(client.ticket()))
 
+    @property
+    def _lacks_weights(self) -> bool:
+        """Whether somebody cannot serve, as those who had the agreed weights are gone."""
+        return self.coordinator is not None and any(r.lacks_weights for r in self.coordinator.router.members.all)
+
+    def _give_weights(self) -> None:
+        """From a file, or as tensors."""
+        client = self.clients[0]
+        if client.asked:
+            return
+        self.next_epoch += 1
+        number = str(weights_of(self.next_epoch))
+        source = f"{m.OF_TENSORS}{number}-{self.next_epoch}" if self.rng.random() < 0.5 else number
+        self.marks["weights given again"] += self._lacks_weights
+        client.send(cmd.UpdateWeights(client.ticket(), self.next_epoch, True), source=source)
+
     def _resume(self) -> None:
         client = self.clients[0]
-        if not client.asked or self.rng.random() < 0.5:
+        if not client.asked or self.rng.random() < 0.2:
             client.send(cmd.Resume(client.ticket()))
 
     def answered(self, order: cmd.Command, done: ev.Done) -> None:
@@ -299,7 +318,7 @@ class Fleet:
             def wake() -> None:
                 replica.is_hung = False
 
-            self.back_at.append((self.wire.now + rng.uniform(0.1, 5.0), wake))
+            self.back_at.append((self.wire.now + rng.uniform(0.1, 3.5), wake))
             return
         if rng.random() < 0.3 and replica.caller.link is not None:
             replica.caller.send(m.Leave())
@@ -307,7 +326,7 @@ class Fleet:
             self.marks["left"] += 1
         del self.replicas[index], self.peers[replica.address]
         self.marks["killed"] += 1
-        self.back_at.append((self.wire.now + rng.uniform(0.1, 4.0), lambda: self._start(index)))
+        self.back_at.append((self.wire.now + rng.uniform(0.1, 2.5), lambda: self._start(index)))
 
     def _restart_coordinator(self) -> None:
         if self.coordinator is None:
@@ -318,7 +337,7 @@ class Fleet:
         def again() -> None:
             self.coordinator, self._coordinator_at = self._new_coordinator(), 0.0
 
-        self.back_at.append((self.wire.now + self.rng.uniform(0.0, 3.0), again))
+        self.back_at.append((self.wire.now + self.rng.uniform(0.0, 2.0), again))
 
     # Judgement
 
@@ -354,6 +373,9 @@ class Fleet:
         for _, back in self.back_at:
             back()
         self.back_at.clear()
+        for client in self.clients:
+            for pin in list(client.pins):
+                client.release(pin)
         self._come_to_rest()
         for _ in range(round(MOST_DELAY_S / TICK_S) + 1):  # what is still under way belongs to nobody
             self.wire.now += TICK_S
@@ -375,6 +397,8 @@ class Fleet:
             except AssertionError:
                 if self.wire.now > give_up_at:
                     raise
+            if self._lacks_weights and self.rng.random() < 0.1:
+                self._give_weights()
             self.wire.now += TICK_S
             self._step()
 

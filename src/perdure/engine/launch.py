@@ -3,7 +3,7 @@
 - They start together and are ready when every replica serves. One that dies is started again; its requests go on
   elsewhere meanwhile.
 - They end with this process, however it ends: each watches an input whose other end is here.
-- Threads of the machine are divided among the replicas, unless the environment says how many each may have.
+- Threads and GPUs of the machine are divided among the replicas (`share`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import tempfile
 import threading
 import time
 from concurrent.futures import TimeoutError as FutureTimeout
-from pathlib import Path
 
 import msgspec
+import torch
 from msgspec.structs import replace
 
 from perdure.api import command as cmd
@@ -30,6 +30,7 @@ from perdure.coordinator import service
 from perdure.coordinator.router import Routing
 from perdure.engine import replica
 from perdure.engine.remote import RemoteEngine
+from perdure.engine.share import environments
 
 log = logging.getLogger("perdure")
 
@@ -102,18 +103,18 @@ class Processes:
     """The coordinator and the replicas, watched by a thread that starts dead ones again."""
 
     def __init__(self, config: EngineConfig) -> None:
+        env, of_replicas = environments(config, os.environ, len(os.sched_getaffinity(0)), torch.cuda.device_count())
         self._folder = tempfile.mkdtemp(prefix="perdure-")
         self.endpoint = f"ipc://{self._folder}/coordinator"
         self._ending = threading.Event()
         self._watcher: threading.Thread | None = None
         self.children: list[Child] = []
-        env = _environment(config.data_parallel_size)
         try:
             where = service.Settings(self.endpoint, Routing.of(config))
             self.children.append(Child(service.__name__, where, env))
             for index in range(config.data_parallel_size):
-                settings = replica.Settings(_of_replica(config, index), self.endpoint)
-                self.children.append(Child(replica.__name__, settings, env))
+                settings = replica.Settings(of_replica(config, index), self.endpoint, folder=self._folder)
+                self.children.append(Child(replica.__name__, settings, of_replicas[index]))
             for child in self.children:
                 child.ready()
         except BaseException:
@@ -180,15 +181,7 @@ class LocalEngine(RemoteEngine):
         self._processes.end(give_up_at - time.monotonic())
 
 
-def _of_replica(config: EngineConfig, index: int) -> EngineConfig:
+def of_replica(config: EngineConfig, index: int) -> EngineConfig:
+    """What one of several is told to be."""
     journal = None if config.journal is None else f"{config.journal}.{index}"
     return replace(config, replica=config.replica + index, data_parallel_size=1, journal=journal, progress=False)
-
-
-def _environment(num_replicas: int) -> dict[str, str]:
-    """Ours, with the place where this package lies and each replica's share of the threads."""
-    env = dict(os.environ)
-    here = str(Path(__file__).parents[2])
-    env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [env.get("PYTHONPATH")])])
-    env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_replicas)))
-    return env
