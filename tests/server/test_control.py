@@ -71,10 +71,10 @@ def test_weights_are_checked_before_anything_changes(own: Running, tmp_path: Pat
 
 
 def test_a_checkpoint_goes_on_elsewhere(own: Running, direct: LLM) -> None:
-    params = SamplingParams(seed=5, max_tokens=600, ignore_eos=True)
+    params = SamplingParams(seed=5, max_tokens=250, ignore_eos=True)
     [expected] = direct.generate(["abc"], params)
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(own.told, PATH, prompt="abc", seed=5, max_tokens=600, ignore_eos=True, request_id="moving")
+        call = pool.submit(own.told, PATH, prompt="abc", seed=5, max_tokens=250, ignore_eos=True, request_id="moving")
         own.wait_until(lambda stats: stats["num_generated_tokens"] > 3)
         data = own.post("/checkpoint", request_id="moving", end=True)
         assert data.headers["content-type"] == "application/octet-stream", data.text
