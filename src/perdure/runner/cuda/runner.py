@@ -49,9 +49,10 @@ from perdure.runner.worker import failed_output
 class CudaRunner:
     """One model on one device (`perdure.runner.base.Device`).
 
-    max_num_batched_tokens: the most tokens of a step. has_managed_pages: the pool is managed memory. rules: of the
-    shapes to capture; None = every step runs as it is. weights: of the model, for directives about them; None = there
-    are none. grammars: what rows with structured outputs are held to; None = there are no such rows.
+    kv_dtype: of pages; None = dtype. max_num_batched_tokens: the most tokens of a step. has_managed_pages: the pool is
+    managed memory. rules: of the shapes to capture; None = every step runs as it is. weights: of the model, for
+    directives about them; None = there are none. grammars: what rows with structured outputs are held to; None = there
+    are no such rows.
     ValueError: an unknown attention backend, too large a managed pool. MemoryError: no room for the pool.
     """
 
@@ -71,6 +72,7 @@ class CudaRunner:
         rules: ShapeRules | None = None,
         weights: WeightSet | None = None,
         grammars: Grammars | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         config = model.config
         cache = CacheShape(config.num_heads, config.num_kv_heads, config.head_dim, num_pages, page_size)
@@ -81,6 +83,8 @@ class CudaRunner:
         self._forms = {kind: make_paged(attention_backend, cache, kind) for kind in dict.fromkeys(self._kinds)}
         form = self._forms[self._kinds[0]]
         self.attention_backend = self.attention = form.name
+        if kv_dtype not in (None, dtype):
+            self.attention += f" over pages in {str(kv_dtype).removeprefix('torch.')}"
         self._block_size = form.block_size
         self.threads: tuple[Thread, ...] = ()
         self._failed: dict[int, str] = {}
@@ -89,7 +93,7 @@ class CudaRunner:
         self._masks = Masks(self.grammars, config.vocab_size)
         self._sampler = Sampler(model, self._rows, self._masks, 1)
         with torch.inference_mode():
-            self._kv = DevicePages(config, num_pages, page_size, dtype, device, has_managed_pages)
+            self._kv = DevicePages(config, num_pages, page_size, kv_dtype or dtype, device, has_managed_pages)
             self.memory = Memory(self._kv, weights)
             self._table = torch.zeros(self._rows.block_table.shape, dtype=torch.int32, device=device)
             self._last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
