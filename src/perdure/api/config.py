@@ -80,7 +80,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graph_sizing: the rule (`runner.shapes`); cuda_graph_max_tokens: of a captured step, or, with
     cuda_graph_all_prefills, max_num_batched_tokens; cuda_graph_mixed_prefill: prompts in a captured step that has some,
     0 = none are captured.
-    attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own. quantization:
+    attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own.
+    sampling_backend: what finds the ids that top_k and top_p keep; "torch" = the engine's own form. quantization:
     "gguf" keeps the blocks of a GGUF file as they are instead of expanding them. progress: say on stderr what is being
     done. check_integrity, poison_free_pages: for debugging; account for everything after every turn, and fill pages
     that nobody owns with NaN in every step.
@@ -110,6 +111,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     logprobs_mode: LogprobsMode = "raw"
     attention_backend: str = "auto"
     linear_backend: str = "auto"
+    sampling_backend: str = "auto"
     num_cuda_graphs: int = -1
     cuda_graph_sizing: Literal["exponential", "linear", "hybrid"] = "hybrid"
     cuda_graph_max_tokens: int = 512
@@ -164,6 +166,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidValue(f"gpu_memory_utilization={share!r} is no part: above 0, up to 1")
         if self.device == "cuda":
             self._check_cuda()
+        if self.device == "cpu" and self.sampling_backend == "flashinfer":
+            raise InvalidValue("sampling_backend='flashinfer' is for device='cuda'; here there are auto, torch")
         if self.quantization is not None:
             self._check_quantization()
         if self.num_pages is not None and self.kv_cache_bytes is not None:
@@ -251,6 +255,7 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("seed_policy", ("shared", "per_replica")),
     ("attention_backend", ("auto", "native", "tiled", "plain", "triton", "reference")),
     ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),
+    ("sampling_backend", ("auto", "torch", "flashinfer")),
     ("quantization", ("gguf",)),
     ("routing_policy", get_args(RoutingPolicy)),
     ("on_replica_loss", get_args(OnReplicaLoss)),

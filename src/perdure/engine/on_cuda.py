@@ -88,6 +88,7 @@ def _runner(
             device=torch.device("cuda", torch.cuda.current_device()),
             dtype=loaded.dtype,
             attention_backend=config.attention_backend,
+            sampling_backend=config.sampling_backend,
             rules=rules,
             weights=loaded.weights,
             grammars=grammars,
