@@ -2,14 +2,16 @@
 
 Replicas are forked from a server process that has imported everything, so that one starts, dies and starts again in a
 moment; each is a process of its own all the same, killed and stopped by signals. The coordinator is in this process, so
-that a test can see what it keeps.
+that a test can see what it keeps. No process outlives this one, however it ends.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -26,17 +28,21 @@ from perdure.coordinator.service import Service
 
 PATIENCE_S = 240.0
 """On a machine that others use too."""
+QUIET = Routing("load_balanced", replica_wait_s=PATIENCE_S, silence_s=60.0)
+"""Where nobody hangs: however busy the machine is, only an end of a process is a loss."""
+PR_SET_PDEATHSIG = 1
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["perdure.engine.replica"])
 
 
 def _serve(config: EngineConfig, endpoint: str) -> None:
-    """A replica's process."""
+    """A replica's process. It is killed when the one it was forked from is gone, stopped or not."""
     import torch
 
     from perdure.engine.replica import Replica
 
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     Replica(config, endpoint).run()
 
@@ -44,21 +50,27 @@ def _serve(config: EngineConfig, endpoint: str) -> None:
 class Fleet:
     """settings: of the engines. Ends with everything at rest, and nothing left behind."""
 
-    def __init__(self, folder: Path, model: Path, num_replicas: int, routing: Routing, **settings: Any) -> None:
+    def __init__(self, model: Path, num_replicas: int = 2, routing: Routing = QUIET, **settings: Any) -> None:
         self.routing = routing
-        self.endpoint = f"ipc://{folder}/coordinator"
+        self._folder = tempfile.TemporaryDirectory(prefix="fleet-")
+        self.endpoint = f"ipc://{self._folder.name}/c"
         self.processes: dict[int, BaseProcess] = {}
         self._settings = {"model": str(model), "page_size": 16, "num_pages": 128, "check_integrity": True, **settings}
         self._clients: list[Client | AsyncLLM] = []
         self.service: Service
-        self.begin()
-        for index in range(num_replicas):
-            self.start(index)
-        self.wait_until(lambda: self.num_serving == num_replicas, "every replica serves")
+        self.begin(routing)
+        try:
+            for index in range(num_replicas):
+                self.start(index)
+            self.wait_until_all_serve()
+        except BaseException:
+            self.abandon()
+            raise
 
-    def begin(self) -> None:
+    def begin(self, routing: Routing) -> None:
         """A new coordinator at the same place."""
-        self.service = Service(self.endpoint, self.routing)
+        self.routing = routing
+        self.service = Service(self.endpoint, routing)
         self._thread = threading.Thread(target=self.service.run, name="coordinator")
         self._thread.start()
 
@@ -74,9 +86,8 @@ class Fleet:
         self.processes[index] = process
 
     def kill(self, index: int) -> None:
-        process = self.processes[index]
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
+        process = self.processes.pop(index)
+        process.kill()
         process.join()
 
     def freeze(self, index: int) -> None:
@@ -113,39 +124,53 @@ class Fleet:
         give_up_at = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < give_up_at, f"not within {PATIENCE_S} s: {what}"
-            time.sleep(0.01)
+            time.sleep(0.005)
+
+    def wait_until_all_serve(self) -> None:
+        def holds() -> bool:
+            ended = {index: one.exitcode for index, one in self.processes.items() if one.exitcode is not None}
+            assert not ended, f"replicas ended by themselves, with codes {ended}"
+            return self.num_serving == len(self.processes)
+
+        self.wait_until(holds, "every replica serves")
 
     # The end
 
-    def check_retired(self) -> Stats:
-        """Nothing is left of any request: not at clients, not here, not at replicas. Returns the replicas' stats."""
+    def check_retired(self) -> None:
+        """Nothing is left of any request: not at clients, not here, not at replicas. Its clients are gone then."""
         for client in self._clients:
             engine = client._engine
             submissions = engine._submissions  # type: ignore[attr-defined]
             assert not engine._receivers and not submissions._live and not submissions._asked and not engine._names  # type: ignore[attr-defined]
         self.wait_until(lambda: not len(self.router.entries), "no entry is left")
+        self.wait_until_all_serve()
         asking = self.client()
+        asking.reset_prefix_cache()
         stats = asking.stats()
+        self._check_rested(stats)
         orders = self.router.orders
         self.wait_until(lambda: not (orders._queue or orders._applied or orders._preparing), "no order is left")
         self.router.check_idle()
+        for client in self._clients:
+            client.shutdown()
+        self._clients.clear()
+
+    def _check_rested(self, stats: Stats) -> None:
         assert stats.num_free_pages == stats.num_pages and stats.state == "running"
         assert stats.num_running == stats.num_waiting == stats.num_paused == 0
-        return stats
 
     def stop(self) -> None:
         """Everybody is told to stop, and does."""
+        self.wait_until_all_serve()
         last = self.client()
-        began = time.monotonic()
         last._engine.ask(cmd.Stop).result(PATIENCE_S)
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the coordinator goes on"
         for process in self.processes.values():
             process.join(PATIENCE_S)
-            assert process.exitcode is not None, "a replica goes on"
-        self.seconds_to_stop = time.monotonic() - began
-        for client in self._clients:
-            client.shutdown()
+            assert process.exitcode == 0, f"a replica ended with {process.exitcode}"
+        last.shutdown()
+        self._folder.cleanup()
 
     def abandon(self) -> None:
         """After a failed test: by force."""
@@ -154,3 +179,4 @@ class Fleet:
         self.service.stop()
         for client in self._clients:
             client.shutdown()
+        self._folder.cleanup()

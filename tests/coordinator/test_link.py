@@ -119,10 +119,37 @@ def test_silence_ends_a_session_and_the_answerers_own_absence_does_not() -> None
     pair = opened()
     pair.turns(5)
     pair.now += 1.0
-    pair.answerer.excuse(1.0)
+    pair.answerer.excuse(1.0, pair.now)
     assert pair.answerer.tick(pair.now) == []
     pair.now += 2.0
     assert [type(one) for one in pair.answerer.tick(pair.now)] == [Lost]
+
+
+def test_who_is_heard_of_seldom_is_waited_for_longer() -> None:
+    """A busy machine is no death: silence is judged by the gaps there were of late."""
+    pair = opened()
+    for _ in range(10):
+        pair.turn(1.0)
+    assert pair.answerer.tick(pair.now + 3.0) == []
+    for _ in range(4 * 40):
+        pair.turn(0.25)
+    assert [type(one) for one in pair.answerer.tick(pair.now + 3.0)] == [Lost], "that was long ago"
+
+
+def test_a_connection_that_broke_is_waited_for_no_longer_than_another_takes() -> None:
+    pair = opened()
+    pair.answerer._silence_s = 60.0
+    pair.turns(5)
+    pair.answerer.cut(b"a", pair.now)
+    pair.turns(4)
+    back = pair.caller.packets(pair.now + 0.5)
+    pair.answerer.take(b"b", back[0], pair.now)
+    assert pair.answerer.tick(pair.now + 5.0) == [], "it has come back by another"
+    pair.answerer.cut(b"a", pair.now)
+    assert pair.answerer.tick(pair.now + 5.0) == [], "the old one is not its own any more"
+    pair.answerer.cut(b"b", pair.now)
+    assert pair.answerer.tick(pair.now + 0.9) == []
+    assert [type(one) for one in pair.answerer.tick(pair.now + 1.1)] == [Lost]
 
 
 def test_a_peer_that_takes_nothing_is_lost_before_memory_is() -> None:

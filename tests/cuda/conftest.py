@@ -6,6 +6,7 @@
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,12 @@ if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 HAS_TRITON = find_spec("triton") is not None
 collect_ignore_glob = [] if HAS_TRITON else ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker("gpu")
 
 
 def pytest_report_header() -> str:

@@ -265,10 +265,10 @@ class Fleet:
             on_replica_loss="resume" if rng.random() < 0.8 else "fail",
             replica_wait_s=rng.choice((2.0, 30.0, MOST_S)),
             blocking_collectives=rng.random() < 0.5,
+            silence_s=4.0,
             stall_s=5.0,
         )
         self.coordinator: Coordinator | None = self._new_coordinator()
-        self.silence_s = self.coordinator.sessions._silence_s
         self.replicas: dict[int, SimReplica] = {}
         self.killers = rng.random() < 0.7
         self.restarts = rng.random() < 0.3
@@ -288,7 +288,7 @@ class Fleet:
         return next(self._numbers) * 2**32 + self.rng.randrange(2**32)
 
     def _new_coordinator(self) -> Coordinator:
-        return Coordinator(self.routing, self.number, self.wire.now, silence_s=4.0)
+        return Coordinator(self.routing, self.number, self.wire.now)
 
     def _start(self, index: int) -> None:
         rng = self.rng

@@ -71,8 +71,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     that one. routing_policy: by turns, by load, or by who was sent the beginning of the prompt, wholly or its
     first page. routing_alpha: what load counts against a prefix (0: nothing). affinity_ttl: seconds after which a
     prefix that was sent counts no more. on_replica_loss: whether the requests of a replica that is lost go on at
-    others or fail. replica_wait_s: how long requests wait where no replica serves. blocking_collectives: whether
-    replicas compute nothing between the two phases of an order that all must agree on.
+    others or fail. replica_wait_s: how long requests wait where no replica serves. replica_silence_s: after how long
+    one that is not heard of is lost; where it was heard of less often than each quarter of that, after four times as
+    long as that took. replica_stall_s: the same of one that has work and completes no step. blocking_collectives:
+    whether replicas compute nothing between the two phases of an order that all must agree on.
     paused_pages: how many pages requests that wait for one may keep together, others are evicted and computed again;
     None = a tenth of the pool. admit_beside_paused: False = while a request waits so, no other is taken in.
     gpu_memory_utilization: how much of the device's memory all of it may take, as a part; what weights and a step
@@ -130,6 +132,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     affinity_ttl: float = 300.0
     on_replica_loss: OnReplicaLoss = "resume"
     replica_wait_s: float = 60.0
+    replica_silence_s: float = 1.2
+    replica_stall_s: float = 30.0
     blocking_collectives: bool = False
 
     def __post_init__(self) -> None:
@@ -157,10 +161,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("attention_backend", "linear_backend"):
             if self.batch_invariant is not False and self.device != "cuda" and getattr(self, name) == "plain":
                 raise InvalidValue(f"{name}='plain' is not batch invariant: it needs batch_invariant=False")
-        for name, most in _SECONDS_AND_WEIGHTS:
+        for name, least, most in _SECONDS_AND_WEIGHTS:
             number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= most:
-                raise InvalidValue(f"{name}={number!r} is no number from 0 to {most:g}")
+            if isinstance(number, bool) or not isinstance(number, int | float) or not least <= number <= most:
+                raise InvalidValue(f"{name}={number!r} is no number from {least:g} to {most:g}")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise InvalidValue(f"gpu_memory_utilization={share!r} is no part: above 0, up to 1")
@@ -223,7 +227,13 @@ _RANGES: tuple[tuple[str, int, int | None], ...] = (
     ("max_num_waiting", 1, None),
     ("data_parallel_size", 1, 65536),
 )
-_SECONDS_AND_WEIGHTS = (("routing_alpha", 1e6), ("affinity_ttl", 1e9), ("replica_wait_s", 1e9))
+_SECONDS_AND_WEIGHTS: tuple[tuple[str, float, float], ...] = (
+    ("routing_alpha", 0, 1e6),
+    ("affinity_ttl", 0, 1e9),
+    ("replica_wait_s", 0, 1e9),
+    ("replica_silence_s", 0.5, 1e9),
+    ("replica_stall_s", 0.5, 1e9),
+)
 _TEXTS = ("model", "tokenizer", "journal")
 _BOOLEANS = (
     "admit_beside_paused",

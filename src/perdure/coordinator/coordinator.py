@@ -6,22 +6,24 @@ from collections.abc import Callable, Iterator
 
 from perdure.coordinator.link import BEAT_S
 from perdure.coordinator.router import Router, Routing
-from perdure.coordinator.sessions import SILENCE_S, Answerer, Happening, Lost
+from perdure.coordinator.sessions import Answerer, Happening, Lost
 
 
 class Coordinator:
     """new_number gives numbers that no session before had, not even of a coordinator before this one."""
 
-    def __init__(
-        self, routing: Routing, new_number: Callable[[], int], now: float, silence_s: float = SILENCE_S
-    ) -> None:
+    def __init__(self, routing: Routing, new_number: Callable[[], int], now: float) -> None:
         self.router = Router(routing)
-        self.sessions = Answerer(new_number, self.router.refusal, silence_s)
+        self.sessions = Answerer(new_number, self.router.refusal, routing.silence_s)
         self._tick_at = now + BEAT_S
 
     def take(self, address: bytes, frames: list[bytes], now: float) -> None:
         """A packet came from this address."""
         self._follow(self.sessions.take(address, frames, now), now)
+
+    def cut(self, address: bytes, now: float) -> None:
+        """Nobody is at this address any more."""
+        self.sessions.cut(address, now)
 
     def expel(self, address: bytes, now: float) -> None:
         """Whoever speaks from there says what nobody can follow; nobody else is to suffer from it."""
@@ -44,7 +46,7 @@ class Coordinator:
             return
         late = now - self._tick_at
         if late > BEAT_S:  # it was we who were not there: nobody is blamed for what could not be heard
-            self.sessions.excuse(late)
+            self.sessions.excuse(late, now)
         self._tick_at = now + BEAT_S
         lost = self.sessions.tick(now)
         self.router.tick(now)

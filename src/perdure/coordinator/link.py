@@ -28,6 +28,8 @@ BEAT_S = 0.2
 WINDOW = 4096
 """Most messages under way; further ones wait here."""
 RESENT_AT_ONCE = 16
+GAP_FADES_S = 10.0
+"""A long silence counts for half of itself as much later."""
 HEAD_BYTES = 64
 """What a message without frames counts for."""
 
@@ -66,12 +68,14 @@ decode = msgspec.msgpack.Decoder(Packet).decode
 
 
 class Link:
-    """The state of one end. `heard_at`: when the last packet of this session came."""
+    """The state of one end. heard_at: when the last packet of this session came. longest_gap: between two packets, of
+    late: on a busy machine everybody is heard of less often."""
 
     def __init__(self, caller: int, answerer: int, now: float) -> None:
         self.caller = caller
         self.answerer = answerer
         self.heard_at = now
+        self.longest_gap = 0.0
         self.pulse: Message | None = None
         """What beats carry."""
         self.num_bytes = 0
@@ -110,6 +114,8 @@ class Link:
 
     def take(self, packet: Packet, frames: Frames, now: float) -> list[tuple[Message, Frames]]:
         """A packet of this session came; returns the messages whose turn it is."""
+        gap = now - self.heard_at
+        self.longest_gap = max(gap, self.longest_gap * 0.5 ** (gap / GAP_FADES_S))
         self.heard_at = now
         self._arrived(packet.received, now)
         if packet.message is None:

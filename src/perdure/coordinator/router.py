@@ -26,7 +26,7 @@ from perdure.coordinator.entries import Entries, Entry
 from perdure.coordinator.link import Frames
 from perdure.coordinator.membership import STALL_S, Members, Replica
 from perdure.coordinator.orders import Orders
-from perdure.coordinator.sessions import Arrived, Happening, Lost, Opened
+from perdure.coordinator.sessions import SILENCE_S, Arrived, Happening, Lost, Opened
 
 MOST_BYTES = 2**30
 """Of submitted frames that are kept."""
@@ -43,6 +43,7 @@ class Routing(NamedTuple):
     on_replica_loss: OnReplicaLoss = "resume"
     replica_wait_s: float = 60.0
     blocking_collectives: bool = False
+    silence_s: float = SILENCE_S
     stall_s: float = STALL_S
     most_bytes: int = MOST_BYTES
 
@@ -55,6 +56,8 @@ class Routing(NamedTuple):
             config.on_replica_loss,
             config.replica_wait_s,
             config.blocking_collectives,
+            config.replica_silence_s,
+            config.replica_stall_s,
         )
 
 

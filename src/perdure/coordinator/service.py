@@ -51,7 +51,8 @@ class Service:
                         coordinator.expel(address, now)
                 coordinator.tick(now)
                 for address, packet in coordinator.packets(now):
-                    socket.send(address, packet)
+                    if not socket.send(address, packet):
+                        coordinator.cut(address, now)
 
     def stop(self) -> None:
         """From any thread: end without a word. Who waits will call again, and may find another coordinator."""

@@ -3,7 +3,8 @@
 - The caller opens with a number of its own, the answerer adds one of its own, and both are in every packet from then
   on. An answerer that does not know a session says so, and the caller opens another.
 - A session is heard of above only once the caller has used both numbers: a stray opening of long ago begins nothing.
-- Silence ends a session at the answerer. The caller goes on calling; how long is its owner's to say.
+- At the answerer a session ends by silence, judged by how often the peer was heard of before, and soon after the
+  connection broke, unless the peer comes back by another. The caller goes on calling; how long is its owner's to say.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from perdure.coordinator.link import ACKNOWLEDGE_S, BEAT_S, RESEND_S, Frames, Ki
 from perdure.coordinator.messages import VERSION, Hello, Message
 
 SILENCE_S = 1.2
-"""A peer that was not heard of for so long is lost."""
+"""A peer that was not heard of for so long is lost, unless longer gaps than a quarter of that are usual."""
+USUAL_GAPS = 4.0
+"""How many times its longest gap of late a peer may be silent."""
+CUT_S = 1.0
+"""A peer whose connection broke is lost after so long without another: its process has ended, or the network."""
 MOST_BACKLOG = 256 * 2**20
 """Bytes that may wait for one peer. One that takes no more is lost: it can call again, and goes on where it stood."""
 
@@ -45,14 +50,28 @@ Happening = Opened | Arrived | Lost
 
 
 class _Peer:
-    """address: where its last packet came from. hello: until it has shown that it knows both numbers."""
+    """address: where its last packet came from. cut_at: when that was found to lead nowhere. hello: until it has shown
+    that it knows both numbers."""
 
-    __slots__ = ("address", "hello", "link")
+    __slots__ = ("address", "cut_at", "hello", "link")
 
     def __init__(self, address: bytes, link: Link, hello: Hello) -> None:
         self.address = address
+        self.cut_at: float | None = None
         self.link = link
         self.hello: Hello | None = hello
+
+    def moved(self, address: bytes) -> None:
+        """It speaks from here now."""
+        if address != self.address:
+            self.address, self.cut_at = address, None
+
+    def is_lost(self, now: float, silence_s: float) -> bool:
+        """Whether it is to be waited for no longer."""
+        silent_s = now - self.link.heard_at
+        if silent_s > max(silence_s, USUAL_GAPS * self.link.longest_gap):
+            return True
+        return self.cut_at is not None and min(silent_s, now - self.cut_at) > CUT_S
 
 
 class Answerer:
@@ -93,7 +112,7 @@ class Answerer:
         if peer is None or peer.link.caller != packet.caller:
             self._say(address, Packet(Kind.OVER, packet.caller, packet.answerer))
             return []
-        peer.address = address
+        peer.moved(address)
         found: list[Happening] = []
         if peer.hello is not None:
             found.append(Opened(packet.answerer, peer.hello))
@@ -139,16 +158,22 @@ class Answerer:
             self.close(number)
         return found
 
-    def excuse(self, seconds: float) -> None:
+    def cut(self, address: bytes, now: float) -> None:
+        """What was sent there has nobody to go to."""
+        for peer in self._peers.values():
+            if peer.address == address and peer.cut_at is None:
+                peer.cut_at = now
+
+    def excuse(self, seconds: float, now: float) -> None:
         """Nobody could be heard for so long."""
         for peer in self._peers.values():
-            peer.link.heard_at += seconds
+            peer.link.heard_at = min(now, peer.link.heard_at + seconds)
 
     def tick(self, now: float) -> list[Happening]:
-        """Sessions that ended by silence, or because the peer takes nothing."""
+        """Sessions that ended because the peer is lost, or takes nothing."""
         found: list[Happening] = []
         for number, peer in list(self._peers.items()):
-            if now - peer.link.heard_at > self._silence_s or peer.link.num_bytes > self._most_backlog:
+            if peer.is_lost(now, self._silence_s) or peer.link.num_bytes > self._most_backlog:
                 self.close(number)
                 if peer.hello is None:
                     found.append(Lost(number))

@@ -117,9 +117,13 @@ class _Socket:
             except zmq.ZMQError:
                 return
 
-    def _send(self, frames: list[bytes]) -> None:
-        with contextlib.suppress(zmq.ZMQError):
+    def _send(self, frames: list[bytes]) -> bool:
+        """False = nobody is there."""
+        try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            return error.errno != zmq.EHOSTUNREACH
+        return True
 
     def close(self) -> None:
         self._socket.close()
@@ -153,8 +157,9 @@ class AnsweringSocket(_Socket):
             raise InvalidValue(f"endpoint={endpoint!r} cannot be bound: {error.strerror}") from None
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def send(self, address: bytes, frames: list[bytes]) -> None:
-        self._send([address, *frames])
+    def send(self, address: bytes, frames: list[bytes]) -> bool:
+        """False = the connection that this was the address of is gone."""
+        return self._send([address, *frames])
 
 
 class CallingSocket(_Socket):

@@ -1,0 +1,1 @@
+"""What `benchmarks/gpu.py` runs, a section a function."""

@@ -1,0 +1,164 @@
+"""nano, b1, b64, b256: whole jobs of models with random weights, against what the hardware allows.
+
+- nano: 256 prompts of 100 to 1,024 ids and as many new tokens, in the shape of Qwen3-0.6B. b1, b64, b256: so many
+  prompts of 128, 512, 1,024 ids in the shape of Llama-3.1-8B, with 512, 256, 256 new tokens; a step of decoding is the
+  whole job less the same prompts with one new token, shared out.
+- All draw at temperature 0.6, do not stop at end ids, read no cached prefix and take and give ids.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gpu_sections.report import Found, Setup, close, workload
+from perdure import LLM, SamplingParams
+
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "tie_word_embeddings": True, "hidden_act": "silu", "use_sliding_window": False, "dtype": "bfloat16",
+}  # fmt: skip
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+    "tie_word_embeddings": False, "hidden_act": "silu", "dtype": "bfloat16",
+}  # fmt: skip
+ENGINE: dict[str, Any] = {
+    "device": "cuda", "load_format": "dummy", "batch_invariant": False, "enable_prefix_caching": False,
+    "max_model_len": 2048, "steps_in_flight": 2,
+}  # fmt: skip
+OUTPUT, DECODE = "output tokens/s", "decode tokens/s"
+FIGURES: dict[str, dict[str, Any]] = {
+    "nano": {"unit": OUTPUT, "floor": 36_200, "gate": 18_000, "goal": 28_000},
+    "b1": {"unit": DECODE, "floor": 284, "gate": 190, "goal": 230},
+    "b64": {"unit": OUTPUT, "floor": 9_070, "gate": 6_200, "goal": 7_100},
+    "b256": {"unit": OUTPUT, "floor": 8_225, "gate": 5_700, "goal": 6_700},
+    "prefill": {"unit": "prompt tokens/s", "floor": 55_000, "goal": 47_000},
+}
+
+Ids = list[list[int]]
+
+
+def settings(new_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=new_tokens, detokenize=False)
+
+
+def nano_job() -> tuple[Ids, list[int]]:
+    random.seed(0)
+    prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
+    return prompts, [random.randint(100, 1024) for _ in range(256)]
+
+
+def equal_job(count: int, length: int, new_tokens: int, vocab_size: int) -> tuple[Ids, list[int]]:
+    draw = random.Random(count)
+    return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)], [new_tokens] * count
+
+
+JOBS: dict[str, tuple[dict[str, Any], Callable[[], tuple[Ids, list[int]]], dict[str, Any]]] = {
+    "nano": (QWEN3_06B, nano_job, {"max_num_seqs": 256, "max_num_batched_tokens": 16384}),
+    "b1": (LLAMA_8B, lambda: equal_job(1, 128, 512, 128256), {"max_num_seqs": 1}),
+    "b64": (LLAMA_8B, lambda: equal_job(64, 512, 256, 128256), {"max_num_seqs": 64}),
+    "b256": (LLAMA_8B, lambda: equal_job(256, 1024, 256, 128256), {"max_num_seqs": 256}),
+}
+
+
+class HostTime:
+    """Seconds that the loop's thread spends planning, launching, waiting and committing."""
+
+    def __init__(self, llm: LLM) -> None:
+        engine = llm._engine
+        self.seconds = dict.fromkeys(("plan", "launch", "wait", "commit"), 0.0)
+        self.steps = 0
+        loop, runner = engine._loop, engine.resolved.runner
+        loop.scheduler.plan = self._timed("plan", loop.scheduler.plan)
+        loop.scheduler.commit = self._timed("commit", loop.scheduler.commit)
+        launch = self._timed("launch", runner.launch)
+
+        def launched(plan: Any) -> Any:
+            self.steps += 1
+            ticket = launch(plan)
+            ticket.wait = self._timed("wait", ticket.wait)
+            return ticket
+
+        runner.launch = launched
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                self.seconds[name] += time.perf_counter() - begin
+
+        return timed
+
+    def reset(self) -> None:
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        self.steps = 0
+
+    def a_step(self) -> dict[str, float]:
+        """Milliseconds."""
+        return {name: round(1e3 * seconds / max(1, self.steps), 3) for name, seconds in self.seconds.items()}
+
+
+def run_job(llm: LLM, prompts: Ids, new_tokens: list[int]) -> float:
+    begin = time.perf_counter()
+    outputs = llm.generate(prompts, [settings(count) for count in new_tokens])
+    seconds = time.perf_counter() - begin
+    assert [len(output.outputs[0].token_ids) for output in outputs] == new_tokens
+    return seconds
+
+
+def kernels(llm: LLM, prompts: Ids, steps: int) -> list[str]:
+    """Where a GPU's time goes in a step of decoding: microseconds a step, calls a step, name."""
+    found: dict[str, list[float]] = {}
+    for sign, new_tokens in ((1, steps + 1), (-1, 1)):  # the same with the prompts alone is taken off
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run_job(llm, prompts, [new_tokens] * len(prompts))
+        for one in profile.key_averages():
+            total = found.setdefault(one.key, [0.0, 0.0])
+            total[0] += sign * one.self_device_time_total / steps
+            total[1] += sign * one.count / steps
+    ranked = sorted(found.items(), key=lambda item: -item[1][0])[:20]
+    busy = sum(max(0.0, us) for us, _ in found.values())
+    return [f"{busy:9.1f}        all kernels", *(f"{us:9.1f} {count:6.1f} {name[:90]}" for name, (us, count) in ranked)]
+
+
+def job(name: str, setup: Setup) -> Found:
+    """One of `JOBS`; b256 gives `prefill`, too."""
+    shape, make, config = JOBS[name]
+    prompts, new_tokens = make()
+    (setup.folder / "config.json").write_text(json.dumps(shape))
+    begin = time.perf_counter()
+    llm = LLM(str(setup.folder), **ENGINE, **config)
+    ready = time.perf_counter() - begin
+    host = HostTime(llm)
+    run_job(llm, prompts, [min(count, 16) for count in new_tokens])  # warm-up
+    host.reset()
+    seconds = run_job(llm, prompts, new_tokens)
+    more: dict[str, Any] = {"seconds": round(seconds, 3), "steps": host.steps, "ms_of_host_a_step": host.a_step()}
+    value = sum(new_tokens) / seconds
+    prefill_rate = 0.0
+    if name != "nano":
+        prefill = statistics.median(run_job(llm, prompts, [1] * len(prompts)) for _ in range(3))
+        step, prefill_rate = (seconds - prefill) / (new_tokens[0] - 1), sum(map(len, prompts)) / prefill
+        more |= {"prefill_tokens_per_s": round(prefill_rate), "ms_a_step": round(1e3 * step, 3)}
+        value = 1 / step if name == "b1" else value
+    more["description"] = {k: v for k, v in llm.describe().items() if k in ("cuda_graphs", "pool", "kernels")}
+    if setup.profile:
+        more["kernels"] = kernels(llm, prompts, 32)
+    close(llm)
+    found = {name: workload(round(value, 1), **FIGURES[name], **more)}
+    if name == "b256":
+        found["prefill"] = workload(round(prefill_rate), **FIGURES["prefill"])
+    found[f"start {name}"] = workload(round(ready, 1), "s to ready", gate=60, goal=30, less_is_better=True)
+    return {"workloads": found}

@@ -1,0 +1,60 @@
+"""What a section is given and what it gives: its part of the report."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perdure import LLM
+
+Found = dict[str, Any]
+"""rows, cases, workloads, failed: joined with those of the other sections. Anything else stands under the section."""
+
+SHARED = {"rows": dict, "cases": dict, "workloads": dict, "failed": list}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """folder: for files, the section's own. profile: say where the time goes, too."""
+
+    folder: Path
+    profile: bool
+
+
+def workload(
+    value: float,
+    unit: str,
+    *,
+    floor: float | None = None,
+    gate: float | None = None,
+    goal: float | None = None,
+    less_is_better: bool = False,
+    **more: Any,
+) -> dict[str, Any]:
+    """One figure. floor: what the hardware allows; gate: what it is held to; goal: what is hoped for."""
+    met = None if gate is None else bool(value <= gate if less_is_better else value >= gate)
+    return {"value": value, "unit": unit, "floor": floor, "gate": gate, "goal": goal, "gate_met": met, **more}
+
+
+def claims(witnessed: Path) -> Found:
+    """Rows and cases that tests showed, each with the values of its last test and how many tests there were."""
+    found: dict[str, dict[str, Any]] = {"rows": {}, "cases": {}}
+    lines = witnessed.read_text(encoding="utf-8").splitlines() if witnessed.exists() else []
+    for claim in map(json.loads, lines):
+        kind = found["cases" if re.match(r"T\d", claim["id"]) else "rows"]
+        tests = kind.get(claim["id"], {"tests": 0})["tests"] + 1
+        kind[claim["id"]] = {"tests": tests, "values": claim["values"]}
+    return {kind: dict(sorted(claimed.items())) for kind, claimed in found.items()}
+
+
+def close(llm: LLM) -> None:
+    """End it, so that its memory is the next one's."""
+    llm.shutdown()
+    gc.collect()
+    torch.cuda.empty_cache()
