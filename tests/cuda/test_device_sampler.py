@@ -36,7 +36,7 @@ ASKED: dict[str, dict[str, Any]] = {
         "adjustments": Adjustments(1.7, 0.4, 0.6), "temperature": 0.0, "num_logprobs": 2, "listed_ids": (5, 9),
     },
     "repetition": {"adjustments": Adjustments(0.5), "processed_logprobs": True, "num_logprobs": 4},
-    "words": {"adjustments": Adjustments(allowed_ids=(11, 12), bad_words=((11, 12), (12, 12, 11), (11, 11)))},
+    "words": {"adjustments": Adjustments(allowed_ids=(11, 12), bad_words=((11, 11), (12, 12, 12)))},
     "early": {"min_tokens": 2, "masked_ids": (3, 5, 7), "num_logprobs": 0},
     "grammar": {"adjustments": Adjustments(structure=StructuredOutputsParams(regex="a")), "num_logprobs": 2},
     "everything": {
