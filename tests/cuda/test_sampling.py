@@ -15,7 +15,7 @@ from tests.cuda.conftest import ON_GPU
 from tests.witness import witness
 
 VOCAB = 151_936 if ON_GPU else 600
-ROWS = 256 if ON_GPU else 5
+ROWS = 256 if ON_GPU else 3
 
 
 def columns(rows: int, rng: np.random.Generator, **fixed: float) -> sampling.SamplingColumns:
@@ -86,7 +86,7 @@ def test_equal_logits_give_equal_tokens(device, fixed, ties):
 
 def test_a_uniform_draw_is_in_place(device):
     """Flat logits: the token says which number was drawn, so the key is right to its last bit."""
-    rows = 16 if ON_GPU else 4
+    rows = 16 if ON_GPU else 2
     of = columns(rows, np.random.default_rng(3), temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
     logits = np.zeros((rows, VOCAB), np.float32)
     assert draw(logits, of, device) == sampling.sample(logits, of).tolist()
@@ -106,14 +106,14 @@ def test_forced_tokens_and_unusable_rows(device):
 
 @pytest.mark.parametrize("is_processed", [False, True], ids=["raw", "processed"])
 def test_scores(device, is_processed):
-    """Of rows in any order, one of them twice; a listed id, and none."""
+    """Of the tokens of rows in any order, one of them twice; of a listed id, and of none."""
     rng = np.random.default_rng(4)
     logits = (3 * rng.standard_normal((6, VOCAB))).astype(np.float32)
     logits[3] = np.round(logits[3])
     logits[4, 3] = -0.0
     of = columns(6, rng)
     order = np.array([4, 0, 3, 3, 5, 1, 2])
-    ids, listed = rng.integers(0, VOCAB, 7), rng.integers(0, VOCAB, 7)
+    ids, listed = sampling.sample(logits, of)[order], rng.integers(0, VOCAB, 7)
     seen = sampling.processed(logits, of) if is_processed else logits
     right = sampling.score(seen[order], ids, np.full(7, 20), [np.array([id_]) for id_ in listed])
     placed = settings(of, device)
@@ -133,9 +133,7 @@ def test_scores(device, is_processed):
 
 
 def near(found: torch.Tensor, right: np.ndarray) -> None:
-    ours = found.cpu().numpy()
-    assert (np.isinf(ours) == np.isinf(right)).all()
-    assert np.abs(np.where(np.isinf(right), 0, ours - right)).max() <= 1e-6 * np.abs(right[~np.isinf(right)]).max()
+    np.testing.assert_allclose(found.cpu().numpy(), right, rtol=1e-6, atol=1e-6)
 
 
 def test_unusable_rows_have_no_scores(device):

@@ -17,6 +17,8 @@ from perdure.ops.triton.scores import View, best_ids, score
 from perdure.runner.inputs import Ints
 from perdure.runner.sampler import BAD_LOGITS, ScoreEntries
 
+NO_SCORES: np.ndarray = np.empty(0, np.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class PendingScores:
@@ -40,8 +42,7 @@ class PendingScores:
         good = np.flatnonzero(~bad)
         values, ranks = self.scores.numpy()[good], self.ranks.numpy()[good]
         listed, top = self.num_listed[good], self.num_top[good]
-        none = NO_LIST, np.empty(0, np.float32)
-        ids, best = ([one] * len(good) for one in none)
+        ids, best = [NO_LIST] * len(good), [NO_SCORES] * len(good)
         if self.top_ids is not None and self.top_scores is not None:
             ids, best = _cut(self.top_ids.numpy()[good], top), _cut(self.top_scores.numpy()[good], top)
         scores = Scores(
