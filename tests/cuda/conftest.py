@@ -9,6 +9,7 @@ import os
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,3 +62,14 @@ def gpu() -> torch.device:
     if not ON_GPU:
         pytest.skip("no CUDA device here")
     return torch.device("cuda")
+
+
+@pytest.fixture
+def nothing_on_host(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row may be sampled on the host."""
+    from perdure.runner.cuda.runner import CudaRunner
+
+    def sample(*_: Any) -> None:
+        raise AssertionError("a row was sampled on the host")
+
+    monkeypatch.setattr(CudaRunner, "_sample_on_host", sample)

@@ -6,15 +6,11 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from perdure import LLM, InvalidValue, SamplingParams, StructuredOutputsParams
-from perdure.core.admission import derived_seed
+from perdure import LLM, SamplingParams
 from perdure.models.tiny import make_tiny, make_tiny_llama
-from perdure.ops import sampling_reference as oracle
-from perdure.ops.philox import uniforms
 from tests.engine.helpers import prompt
 from tests.witness import witness
 
@@ -74,17 +70,6 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def nothing_on_host(gpu, monkeypatch):
-    """No row may be sampled on the host."""
-    from perdure.runner.cuda.runner import CudaRunner
-
-    def sample(*_: Any) -> None:
-        raise AssertionError("a row was sampled on the host")
-
-    monkeypatch.setattr(CudaRunner, "_sample_on_host", sample)
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_T11_under_pressure(nothing_on_host, model, name, depth):
@@ -98,99 +83,6 @@ def test_T11_under_pressure(nothing_on_host, model, name, depth):
     roomy, _, replays = run(model, "cuda", params, steps_in_flight=depth)
     check_same(roomy, right)
     witness("T11", evictions=stats.num_evictions, pauses=stats.num_pauses, replays=replays, device="cuda")
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_samples_of_one_prompt_with_penalties(nothing_on_host, model, depth):
-    """Each has a history of its own, from the same prompt on."""
-    params = SamplingParams(
-        n=3, max_tokens=30, ignore_eos=True, temperature=0.9, seed=4, repetition_penalty=1.3, frequency_penalty=0.4,
-        logprobs=2, bad_words=[[9, 9], [17, 3, 5]],
-    )  # fmt: skip
-    right, _, _ = run(model, "cpu", params)
-    found, _, _ = run(model, "cuda", params, steps_in_flight=depth)
-    for one, two in zip(found, right, strict=True):
-        assert [sample.token_ids for sample in one.outputs] == [sample.token_ids for sample in two.outputs]
-    assert len({tuple(sample.token_ids) for sample in found[0].outputs}) == 3
-
-
-def test_structured_outputs(nothing_on_host, model):
-    """Beside rows that are held to nothing; some with penalties, too."""
-    held = StructuredOutputsParams(regex="(?:[a-z ]{1,6},){12}")
-    params = [
-        SamplingParams(max_tokens=60, temperature=0.9, seed=i, logprobs=2, structured_outputs=held if i % 2 else None,
-                       frequency_penalty=0.5 if i % 3 else 0.0)
-        for i in range(8)
-    ]  # fmt: skip
-    right, _, _ = run(model, "cpu", params)
-    found, _, replays = run(model, "cuda", params)
-    check_same(found, right)
-    witness("structured-cuda", replays=replays, text=found[1].outputs[0].text)
-
-
-def test_functions_and_whole_vocabularies_on_the_host(gpu, model):
-    """Beside rows that the device samples."""
-
-    def only_even(ids, logits):
-        logits[1::2] = -torch.inf
-        return logits
-
-    asked = [{"logits_processors": [only_even], "frequency_penalty": 0.5}, {"logprobs": -1}, {"presence_penalty": 0.7}]
-    params = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8, seed=i, **asked[i % 3]) for i in range(8)]
-    right, _, _ = run(model, "cpu", params)
-    found, _, _ = run(model, "cuda", params)
-    for one, two in zip(found, right, strict=True):
-        assert one.outputs[0].token_ids == two.outputs[0].token_ids
-    assert not any(id_ % 2 for id_ in found[0].outputs[0].token_ids)
-
-
-SAMPLE_FILTERS = {"top-k": {"top_k": 4}, "top-p": {"top_p": 0.7}, "joint": {"top_k": 4, "top_p": 0.7}}
-
-
-@pytest.mark.parametrize("mode", ["raw", "processed"])
-@pytest.mark.parametrize("policy", ["shared", "per_replica"])
-@pytest.mark.parametrize("name", SAMPLE_FILTERS)
-@pytest.mark.parametrize("backend", ["torch", "flashinfer"])
-def test_sample(gpu, model, monkeypatch, backend, name, policy, mode):
-    """Rows sample-torch-* and sample-flashinfer-*: one token at temperature 0.7, drawn from the ids that the rule keeps
-    of the first step's logits by the seed of the policy; its score is the mode's."""
-    row = f"sample-{backend}-{name}-{policy}-{mode}"
-    calls: list[str] = []
-    if backend == "flashinfer":
-        filters = pytest.importorskip("flashinfer.sampling")
-        for called in ("top_k_mask_logits", "top_p_renorm_probs"):
-            real = getattr(filters, called)
-            monkeypatch.setattr(filters, called, lambda *a, n=called, f=real: (calls.append(n), f(*a))[1])
-    asked = {"temperature": 0.7, **SAMPLE_FILTERS[name]}
-    params = SamplingParams(max_tokens=1, logprobs=0, logprobs_mode=mode, **asked)
-    config = {"device": "cuda", "dtype": "float32", "num_pages": 64, "max_num_seqs": 4, "num_cuda_graphs": 0}
-    with LLM(str(model), seed=7, seed_policy=policy, replica=1, sampling_backend=backend, **config) as llm:
-        runner, seen = llm._engine.resolved.runner, []
-        draw = runner._sampler.draw
-        monkeypatch.setattr(runner._sampler, "draw", lambda x, s: (seen.append(x.cpu().numpy()), draw(x, s))[1])
-        (output,) = llm.generate([prompt(20)], params)
-        assert llm.describe()["sampling_backend"] == backend
-    (logits,) = seen[0]
-    kept = oracle.kept_ids(logits, **asked)
-    seed = derived_seed(7, 1 if policy == "per_replica" else 0, 0)
-    u = float(uniforms(np.array([seed], np.uint64), np.array([0]))[0])
-    mass = np.exp((logits[kept].astype(np.float64) - logits.max()) / 0.7)
-    token = kept[int(np.searchsorted(np.cumsum(mass) / mass.sum(), u, side="right"))]
-    assert output.outputs[0].token_ids == [token]
-    raw = logits.astype(np.float64) - np.logaddexp.reduce(logits.astype(np.float64))
-    scores = {"raw": raw[token], "processed": oracle.processed(logits, **asked)[token]}
-    found = output.outputs[0].selected_logprobs[0]
-    assert abs(found - scores[mode]) <= 8 * 2**-23 * max(1.0, float(np.abs(logits).max()) / 0.7)
-    assert scores["raw"] != scores["processed"] and (backend == "torch" or set(calls) >= {"top_k_mask_logits"})
-    witness(row, seed=seed, num_kept=len(kept), token=int(token) + 1, device="cuda", calls=len(calls) or "none")
-
-
-def test_a_sampling_backend_that_is_not_here(gpu, model, monkeypatch):
-    from perdure.ops import flashinfer_filters
-
-    monkeypatch.setattr(flashinfer_filters, "why_not", lambda: "the package flashinfer-python is not installed")
-    with pytest.raises(InvalidValue, match="sampling_backend='flashinfer' is not here: the package flashinfer-python"):
-        LLM(str(model), device="cuda", num_pages=64, sampling_backend="flashinfer")
 
 
 @pytest.mark.parametrize(
