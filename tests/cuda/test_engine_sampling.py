@@ -152,8 +152,7 @@ def test_T38_the_score_of_a_sampled_token(nothing_on_host, model, monkeypatch, n
             scores = output.outputs[0].logprobs
             assert abs(scores.chosen[index] - truth[token]) <= size
             assert scores.rank[index] == oracle.rank(truth, token)
-            best = [id_ for id_ in scores[index]][:5]
-            assert best == oracle.order(truth)[:5]
+            assert list(scores[index])[:5] == oracle.order(truth)[:5]
         assert truths[0][token] != truths[1][token]
     witness("T38", tokens=len(tokens), kind=name, device="cuda")
 
@@ -172,6 +171,6 @@ def test_T41_prompt_scores_under_chunking(gpu, model, beside):
         found, stats, _ = run(model, "cuda", params, prompts=prompts, max_num_batched_tokens=budget)
         check_same(found[-1:], right)
         scores = found[-1].prompt_logprobs
-        assert len(scores) == 65 and scores[0] is None and len(scores.chosen) == 65
+        assert len(scores) == 65 and scores[0] is None and set(scores.num_top) == {3}
         steps.append(stats.num_steps)
     witness("T41", steps=steps, device="cuda")
