@@ -36,14 +36,25 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["perdure.engine.replica"])
 
 
-def _serve(config: EngineConfig, endpoint: str) -> None:
-    """A replica's process. It is killed when the one it was forked from is gone, stopped or not."""
-    import torch
+def process(work: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Does this in a process of its own."""
+    started = _context.Process(target=_work, args=(work, arguments), daemon=True)
+    started.start()
+    return started
 
-    from perdure.engine.replica import Replica
+
+def _work(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """It is killed when the process it was forked from is gone, even if it is stopped."""
+    import torch
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
+    work(*arguments)
+
+
+def _serve(config: EngineConfig, endpoint: str) -> None:
+    from perdure.engine.replica import Replica
+
     Replica(config, endpoint).run()
 
 
@@ -81,14 +92,12 @@ class Fleet:
 
     def start(self, index: int) -> None:
         config = EngineConfig.of(**self._settings, replica=index)
-        process = _context.Process(target=_serve, args=(config, self.endpoint), daemon=True)
-        process.start()
-        self.processes[index] = process
+        self.processes[index] = process(_serve, config, self.endpoint)
 
     def kill(self, index: int) -> None:
-        process = self.processes.pop(index)
-        process.kill()
-        process.join()
+        killed = self.processes.pop(index)
+        killed.kill()
+        killed.join()
 
     def freeze(self, index: int) -> None:
         os.kill(self.processes[index].pid or 0, signal.SIGSTOP)
@@ -166,16 +175,16 @@ class Fleet:
         last._engine.ask(cmd.Stop).result(PATIENCE_S)
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the coordinator goes on"
-        for process in self.processes.values():
-            process.join(PATIENCE_S)
-            assert process.exitcode == 0, f"a replica ended with {process.exitcode}"
+        for one in self.processes.values():
+            one.join(PATIENCE_S)
+            assert one.exitcode == 0, f"a replica ended with {one.exitcode}"
         last.shutdown()
         self._folder.cleanup()
 
     def abandon(self) -> None:
         """After a failed test: by force."""
-        for process in self.processes.values():
-            process.kill()
+        for one in self.processes.values():
+            one.kill()
         self.service.stop()
         for client in self._clients:
             client.shutdown()

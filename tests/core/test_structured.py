@@ -10,8 +10,17 @@ from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.errors import InvalidValue
 from perdure.api.event import Failure
+from perdure.api.grammar_limits import (
+    MAX_BRACKETS,
+    MAX_BYTES,
+    MAX_DEPTH,
+    MAX_PARTS,
+    MAX_REPEATS,
+    MAX_RULES,
+    MAX_UNFOLDED,
+)
 from perdure.api.sampling import SamplingParams
-from perdure.api.structured import MAX_BYTES, StructuredOutputsParams
+from perdure.api.structured import StructuredOutputsParams
 from tests.core.helpers import Bench, ticket_of
 from tests.witness import witness
 
@@ -44,8 +53,8 @@ for _ in range(100_000):
         ({"choice": ["yes", ""]}, "choice holds ''"),
         ({"choice": ["yes", 7]}, "choice holds 7"),
         (
-            {"regex": "a" * (MAX_BYTES + 1)},
-            f"structured_outputs.regex has {MAX_BYTES + 1} bytes, more than {MAX_BYTES}",
+            {"regex": "a" * (MAX_BYTES["regex"] + 1)},
+            f"structured_outputs.regex has {MAX_BYTES['regex'] + 1} bytes, more than {MAX_BYTES['regex']}",
         ),
         ({"schema": {}}, "structured_outputs has no field 'schema'; its fields: json, regex"),
         ("[a-z]+", "structured_outputs='[a-z]+' is neither"),
@@ -56,6 +65,118 @@ def test_what_is_wrong_by_itself_is_refused_where_it_is_built(asked: Any, named:
         SamplingParams(structured_outputs=asked)
     assert named in str(caught.value)
     assert len(str(caught.value)) < 600
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+def chained(num_rules: int) -> str:
+    return "start: r1\n" + "".join(f'r{n}: "a" r{n + 1}\n' for n in range(1, num_rules - 1)) + f'r{num_rules - 1}: "b"'
+
+
+LIMITS: list[tuple[str, Any, Any, str]] = [
+    ("json", nested(MAX_DEPTH), nested(MAX_DEPTH + 1), f"is nested more than {MAX_DEPTH} levels deep"),
+    (
+        "json",
+        {"anyOf": [{} for _ in range(MAX_PARTS - 2)]},
+        {"anyOf": [{} for _ in range(MAX_PARTS - 1)]},
+        f"has more than {MAX_PARTS} objects and lists",
+    ),
+    (
+        "json",
+        {"properties": {"pattern": {"pattern": "a" * MAX_UNFOLDED}}},
+        {"properties": {"pattern": {"pattern": "((a{10}){10,100}b?){10}"}}},
+        f"has a pattern that unfolds to more than {MAX_UNFOLDED} parts",
+    ),
+    (
+        "json",
+        {"patternProperties": {"a?" * MAX_REPEATS: {}}},
+        {"patternProperties": {"a?" * (MAX_REPEATS + 1): {}}},
+        f"has a pattern that has more than {MAX_REPEATS} repetitions",
+    ),
+    ("regex", "(" * MAX_DEPTH + "a" + ")" * MAX_DEPTH, "(?:" * 101 + "a" + ")" * 101, f"more than {MAX_DEPTH} groups"),
+    ("regex", "[(]" * 200 + r"\(" * 200, "[(](" * 101 + "a" + ")" * 101, f"nested more than {MAX_DEPTH} groups deep"),
+    ("regex", f"a{{{MAX_UNFOLDED}}}", f"a{{{MAX_UNFOLDED}}}b", f"unfolds to more than {MAX_UNFOLDED} parts"),
+    ("regex", "(a{10}){100}", "(a{1000}){1000}", f"unfolds to more than {MAX_UNFOLDED} parts"),
+    ("regex", "ab*" * MAX_REPEATS, "ab*" * MAX_REPEATS + "c+", f"has more than {MAX_REPEATS} repetitions"),
+    ("grammar", chained(MAX_RULES), chained(MAX_RULES + 1), f"has {MAX_RULES + 1} rules and terminals, more than 1000"),
+    (
+        "grammar",
+        f'start: {"(" * MAX_BRACKETS}"(("{")" * MAX_BRACKETS}',
+        f'start: {"(" * 26}"a"{")" * 26}',
+        f"more than {MAX_BRACKETS} brackets",
+    ),
+    (
+        "grammar",
+        'root ::= [(] "(" [(] ' * 60,
+        f'root ::= {"(" * 26}"a"{")" * 26}',
+        f"more than {MAX_BRACKETS} brackets",
+    ),
+    (
+        "grammar",
+        "start: /a{1000}/",
+        "start: /(a{1000}){1000}/",
+        f"has a pattern that unfolds to more than {MAX_UNFOLDED}",
+    ),
+    (
+        "grammar",
+        "start: " + '"a"* ' * MAX_REPEATS,
+        "start: " + '"a"* ' * (MAX_REPEATS + 1),
+        "more than 2000 repetitions",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "within", "beyond", "named"), LIMITS, ids=range(len(LIMITS)))
+def test_what_is_larger_or_deeper_than_the_limits_is_refused_where_it_is_built(
+    kind: str, within: Any, beyond: Any, named: str
+) -> None:
+    """What compiles them would overflow its stack, which ends the process, or take for ever."""
+    SamplingParams(structured_outputs={kind: within})
+    with pytest.raises(InvalidValue) as caught:
+        SamplingParams(structured_outputs={kind: beyond})
+    assert str(caught.value).startswith(f"structured_outputs.{kind} ") and named in str(caught.value)
+
+
+SELF: dict[str, Any] = {"$ref": "#"}
+HAS_SELF: dict[str, Any] = {"type": "object", "properties": {"a": SELF}, "required": ["a"]}
+PAIR = {
+    "x": {"type": "array", "prefixItems": [{"$ref": "#/$defs/y"}], "minItems": 1},
+    "y": {"type": "object", "properties": {"k": {"$ref": "#/$defs/x"}}, "required": ["k"]},
+}
+ENDLESS: list[dict[str, Any]] = [
+    SELF,
+    HAS_SELF,
+    {"allOf": [SELF, {}]},
+    {"anyOf": [HAS_SELF, SELF]},
+    {"type": "array", "items": SELF, "minItems": 1},
+    {"$defs": PAIR, "$ref": "#/$defs/x"},
+]
+ENDING: list[dict[str, Any]] = [
+    {**HAS_SELF, "required": []},
+    {**HAS_SELF, "type": ["object", "null"]},
+    {"properties": {"a": SELF}, "required": ["a"]},
+    {"anyOf": [SELF, {"type": "null"}]},
+    {"type": "array", "items": SELF},
+    {"$defs": {**PAIR, "y": {"type": "null"}}, "$ref": "#/$defs/x"},
+    {"$ref": "https://elsewhere"},
+    {"$ref": "#/$defs/none"},
+]
+
+
+@pytest.mark.parametrize("schema", ENDLESS, ids=range(len(ENDLESS)))
+def test_a_schema_that_requires_itself_without_end_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue, match=r"structured_outputs\.json=.* requires itself within itself, without end"):
+        SamplingParams(structured_outputs={"json": schema})
+
+
+@pytest.mark.parametrize("schema", ENDING, ids=range(len(ENDING)))
+def test_a_schema_that_may_hold_itself_and_end_is_taken(schema: dict[str, Any]) -> None:
+    SamplingParams(structured_outputs={"json": schema})
 
 
 def test_forms_that_say_the_same_are_the_same() -> None:
@@ -125,6 +246,19 @@ def test_one_whose_grammar_cannot_be_compiled_is_refused_alone() -> None:
     assert bench.ended("good").finish_reason == "length"
     submitted(bench, "bad")  # the id is free
     assert kinds(bench, "bad")[-1] == "held"
+
+
+def test_one_that_draws_nothing_waits_for_its_grammar_too() -> None:
+    """A wrong one is refused whatever `max_tokens` is."""
+    bench = Bench()
+    for name in ("bad", "good"):
+        bench.submit(name, [1, 2, 3], max_tokens=0, structured_outputs={"regex": name})
+        assert kinds(bench, name) == ["queued", "held"]
+    prepared(bench, "bad", Failure("InvalidValue", "why"))
+    assert bench.refused("bad").message == "why"
+    prepared(bench, "good")
+    bench.run()
+    assert bench.ended("good").finish_reason == "length"
 
 
 def test_aborted_checkpointed_or_drained_while_it_waits() -> None:

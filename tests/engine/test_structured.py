@@ -20,6 +20,7 @@ from perdure.api.request import Request
 from perdure.core.journal import replay
 from perdure.core.stopping import TextCursor
 from perdure.models.tiny import EOS_ID, make_tiny_llama
+from perdure.runner.grammars import Grammars
 from tests.engine.conftest import MakeAsync, MakeLLM, Solo
 from tests.engine.helpers import (
     SCORE_TOLERANCE,
@@ -334,23 +335,56 @@ def test_a_slow_grammar_holds_up_nobody(make_llm: MakeLLM, solo: Solo, monkeypat
     witness("structured-beside-the-loop", waiting_meanwhile=stats.num_waiting)
 
 
-def test_closing_while_a_grammar_is_compiled(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request ends with the engine, and what is compiled then is told to nobody."""
-    llm, begun = make_llm(), threading.Event()
-    grammars = llm._engine.resolved.runner.grammars
-    compile_one = grammars._compile
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Patterns of a single letter are compiled until this is set, as it is in the end."""
+    opened, compile_one = threading.Event(), Grammars._compile
 
-    def slow(asked: StructuredOutputsParams) -> Any:
-        begun.set()
-        time.sleep(0.3)
-        return compile_one(asked)
+    def compiled(grammars: Grammars, asked: StructuredOutputsParams) -> Any:
+        if asked.kind == "regex" and len(asked.text) == 1:
+            assert opened.wait(60)
+        return compile_one(grammars, asked)
 
-    monkeypatch.setattr(grammars, "_compile", slow)
-    call = in_thread(lambda: llm.generate([prompt(8)] * 4, [asking({"regex": f"{at}+"}) for at in range(4)]))
-    assert begun.wait(60)
+    monkeypatch.setattr(Grammars, "_compile", compiled)
+    yield opened
+    opened.set()
+
+
+def test_closing_while_a_grammar_is_compiled(make_llm: MakeLLM, hanging: threading.Event) -> None:
+    """Requests end with the engine, those whose grammar has begun and those whose grammar waits; it takes no time."""
+    llm = make_llm()
+    call = in_thread(lambda: llm.generate([prompt(8)] * 4, [asking({"regex": letter}) for letter in "abcd"]))
     until_stats(llm, lambda stats: stats.num_waiting == 4)
+    begun = time.monotonic()
     llm.shutdown()
+    seconds = time.monotonic() - begun
     assert {output.outputs[0].finish_reason for output in call()} == {"abort"}
+    witness("structured-closing", seconds=round(seconds, 2))
+    assert seconds < 3
+
+
+def test_a_grammar_that_takes_too_long_fails_alone(make_llm: MakeLLM, solo: Solo, hanging: threading.Event) -> None:
+    """More of them than there are threads at first."""
+    llm, good = make_llm(grammar_timeout_s=0.5), asking(ASKED["json"])
+    call = in_thread(lambda: llm.generate([prompt(8)] * 3, [asking({"regex": letter}) for letter in "abc"]))
+    until_stats(llm, lambda stats: stats.num_waiting == 3)
+    check_equal(llm.generate([prompt(8)], good)[0], solo(prompt(8), good))
+    for output, letter in zip(call(), "abc"):
+        assert isinstance(output.error, InvalidValue) and not output.outputs[0].token_ids
+        assert f"structured_outputs.regex='{letter}': not compiled within grammar_timeout_s=0.5" in str(output.error)
+    check_equal(llm.generate([prompt(9)], settings())[0], solo(prompt(9), settings()))
+    check_empty(llm._engine)
+    witness("structured-given-up", given_up=3)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, None])
+def test_a_wrong_grammar_is_refused_whatever_is_drawn(max_tokens: int | None, make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    with pytest.raises(InvalidValue, match="unclosed character class"):
+        llm.generate(prompt(5), asking({"regex": "[a-z"}, max_tokens=max_tokens))
+    (scored,) = llm.generate(prompt(5), asking(ASKED["json"], max_tokens=0, prompt_logprobs=0))
+    assert scored.outputs[0].finish_reason == "length" and not scored.outputs[0].token_ids
+    assert scored.prompt_logprobs is not None and len(scored.prompt_logprobs) == 5
 
 
 def test_a_model_without_a_tokenizer_or_an_end(tmp_path: Path, make_llm: MakeLLM) -> None:

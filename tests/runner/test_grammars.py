@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perdure.api.errors import InvalidValue
+from perdure.api.grammar_limits import MAX_BRACKETS, MAX_PARTS, MAX_REPEATS, MAX_RULES
 from perdure.api.structured import StructuredOutputsParams
 from perdure.engine.tokenizer import Tokenizer, load_tokenizer
 from perdure.models.tiny import EOS_ID, make_tiny_llama
@@ -139,13 +140,12 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"json": {"enum": []}}, "is empty"),
     ({"json": "false"}, "structured_outputs.json=false: Unsatisfiable schema"),
     ({"json": {"$ref": "#/definitions/x"}}, "/definitions/x"),
-    ({"json": {"$ref": "#"}}, "nothing can follow that satisfies it"),
     ({"json": {"not": {"type": "integer"}}}, 'Unimplemented keys: ["not"]'),
     ({"regex": "[a-z"}, "structured_outputs.regex='[a-z': unclosed character class"),
     ({"regex": "(?=a)b"}, "look-around, including look-ahead and look-behind, is not supported"),
     ({"regex": r"(a)\1"}, "backreferences are not supported"),
     ({"regex": r"[^\s\S]"}, "nothing can follow that satisfies it"),
-    ({"regex": "|".join(f"{n:x}[a-z]+{n}" for n in range(100_000))}, "too big (limit for this grammar: 1000000)"),
+    ({"regex": "a?" * MAX_REPEATS}, "too large to be kept track of"),
     ({"grammar": "start: x"}, "structured_outputs.grammar='start: x': at 1(8): unknown name: \"x\""),
     ({"grammar": 'start: start "a"'}, "nothing can follow that satisfies it"),
     ({"grammar": " \n"}, "No 'root' rule found"),
@@ -238,8 +238,45 @@ def test_the_tokenizers_end_id_is_not_the_models(tmp_path: Path) -> None:
     held.close()
 
 
-def test_a_schema_nested_deep_by_reference_is_compiled(tiny: Held) -> None:
+CHAINED: dict[str, tuple[int, Callable[[Any], Any]]] = {
+    "properties": (3, lambda inner: {"type": "object", "properties": {"x": inner}}),
+    "items": (2, lambda inner: {"items": inner}),
+    "additional": (2, lambda inner: {"additionalProperties": inner}),
+    "all": (2, lambda inner: {"allOf": [inner]}),
+    "any": (3, lambda inner: {"anyOf": [inner, {"type": "null"}]}),
+    "alone": (1, lambda inner: {**inner, "title": "x"}),
+}
+"""How a schema leads on to the next, and how many objects and lists that takes."""
+
+
+@pytest.mark.parametrize("kind", CHAINED)
+def test_a_schema_nested_as_deep_as_the_limits_allow_is_compiled(kind: str, tiny: Held) -> None:
     """A thread's usual stack overflows here, which ends the process."""
-    nested = {f"a{n}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{n + 1}"}}} for n in range(1000)}
-    schema = {"$ref": "#/$defs/a0", "$defs": {**nested, "a1000": {"type": "integer"}}}
+    num_parts, leading_to = CHAINED[kind]
+    count = (MAX_PARTS - 10) // (num_parts + 1)
+    chain = {f"a{n}": leading_to({"$ref": f"#/$defs/a{n + 1}"}) for n in range(count)}
+    schema = {"$ref": "#/$defs/a0", "$defs": {**chain, f"a{count}": {"type": "integer"}}}
     assert tiny.allowed(Walk(tiny.ready(json=schema), False), [])
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "start: r1\n"
+        + "".join(f'r{n}: "a" r{n + 1} "b"\n' for n in range(1, MAX_RULES - 1))
+        + f'r{MAX_RULES - 1}: "x"',
+        "start: T1\n"
+        + "".join(f'T{n}: "a" T{n + 1} "b"\n' for n in range(1, MAX_RULES - 1))
+        + f'T{MAX_RULES - 1}: "x"',
+        f'start: {"(" * MAX_BRACKETS}"a"{")" * MAX_BRACKETS}',
+        f'root ::= {"(" * MAX_BRACKETS}"a"{")" * MAX_BRACKETS}',
+    ],
+    ids=["rules", "terminals", "brackets", "gbnf"],
+)
+def test_a_grammar_as_deep_as_the_limits_allow_is_compiled_and_walked(grammar: str, tiny: Held) -> None:
+    walk, output = Walk(tiny.ready(grammar=grammar), False), list[int]()
+    for _ in range(20):
+        allowed = tiny.allowed(walk, output)
+        output.append(next(iter(token for token in allowed if token not in tiny.grammars.end_ids), allowed[0]))
+        if output[-1] in tiny.grammars.end_ids:
+            break

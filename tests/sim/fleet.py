@@ -9,7 +9,6 @@ only this file moves. Every request must have exactly one end, equal to its one-
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import random
 import sys
@@ -28,213 +27,17 @@ from perdure.api.request import Request
 from perdure.api.sampling import SamplingParams
 from perdure.api.scores import TokenScores
 from perdure.coordinator import messages as m
-from perdure.coordinator.client import Submissions, Told
 from perdure.coordinator.coordinator import Coordinator
 from perdure.coordinator.router import Routing
-from perdure.coordinator.sessions import Caller, Opened
-from perdure.core.scheduler import Scheduler
-from perdure.engine.bridge import Bridge, Condition
-from perdure.engine.loop import Inbox, Loop
-from perdure.runner.fake import FakeDevice
-from tests.sim.life import PieceCursor
 from tests.sim.oracle import PIECES, expected
+from tests.sim.peers import CHECKED, MOST_DELAY_S, Peer, SimClient, SimReplica, Wire
 
 MOST_S = 600.0
 """Of simulated time, in which a life must have ended."""
 TICK_S = 0.05
+MOST_REST_S = 60.0
 NUM_REPLICAS, NUM_CLIENTS = 4, 3
 MOST_BROKEN = 8
-
-
-class Wire:
-    """Loses, repeats, delays and so reorders. A process that is dead hears nothing."""
-
-    def __init__(self, rng: random.Random, lossy: float) -> None:
-        self.rng = rng
-        self.lossy = lossy
-        self.now = 0.0
-        self._flying: list[tuple[float, int, str, str, list[bytes]]] = []
-        self._count = itertools.count()
-
-    def send(self, source: str, target: str, frames: list[bytes]) -> None:
-        roll = self.rng.random()
-        copies = 0 if roll < self.lossy else 2 if roll < 1.5 * self.lossy else 1
-        for _ in range(copies):
-            slow = self.rng.random() < self.lossy
-            delay = self.rng.random() * (3.0 if slow else 0.02)
-            heapq.heappush(self._flying, (self.now + delay, next(self._count), source, target, list(frames)))
-
-    def arrived(self) -> list[tuple[str, str, list[bytes]]]:
-        found = []
-        while self._flying and self._flying[0][0] <= self.now:
-            _, _, source, target, frames = heapq.heappop(self._flying)
-            found.append((source, target, frames))
-        return found
-
-
-class SimReplica:
-    """One incarnation of a replica: gone with all it holds when it dies."""
-
-    def __init__(self, fleet: Fleet, index: int, config: CoreConfig) -> None:
-        self.fleet = fleet
-        self.name = f"replica-{index}"
-        self.index = index
-        self.config = config
-        self.is_hung = False
-        self.held = False
-        self.speed = fleet.rng.choice((0.2, 0.5, 1.0))
-        self.source = "0"
-        self.device = FakeDevice(config.num_pages, config.page_size, config.max_num_seqs, config.vocab_size)
-        self.scheduler = Scheduler(config, lambda request: PieceCursor())
-        self.inbox = Inbox()
-        depth = fleet.rng.randint(1, 4)
-        self.loop = Loop(self.scheduler, self.device, self.inbox, self._publish, steps_in_flight=depth, check=True)
-        self.tickets = itertools.count(1)
-        self.bridge = Bridge(self)
-        self.prepared: dict[int, str | None] = {}
-        self.caller = Caller(fleet.number, self.hello, fleet.wire.now)
-
-    def hello(self) -> m.Hello:
-        state, epoch, fingerprint = self.condition()
-        about = m.About(self.index, "sim", fingerprint, state, epoch, self.source, b"")
-        return m.Hello(m.VERSION, f"{self.name}", about)
-
-    def condition(self) -> Condition:
-        stats = self.scheduler.stats()
-        return Condition(stats.state, stats.weight_epoch, self.scheduler.requests.fingerprint)  # type: ignore[arg-type]
-
-    # The host of the bridge
-
-    def ticket(self) -> int:
-        return next(self.tickets)
-
-    def send(self, command: cmd.Command) -> None:
-        if isinstance(command, cmd.Submit) and command.checkpoint is not None and command.checkpoint.num_output:
-            self.fleet.marks["went on in mid-stream"] += command.checkpoint.status == "running"
-        self.inbox.put(command)
-
-    def prepare(self, ask: int, order: m.Asked, source: str | None) -> None:
-        failure = None
-        if isinstance(order, cmd.UpdateWeights) and order.has_weights and source == "missing":
-            failure = ev.Failure("ModelNotFound", "no such weights")
-        self.prepared[ask] = source
-        self.bridge.prepared(ask, failure)
-
-    def apply(self, ask: int, order: m.Asked) -> None:
-        source = self.prepared.pop(ask)
-        if isinstance(order, cmd.UpdateWeights) and order.has_weights:
-            assert source is not None
-            self.device.staged[order.ticket] = int(source)
-            self.source = source
-        self.inbox.put(order)
-
-    def forget(self, ask: int) -> None:
-        self.prepared.pop(ask, None)
-
-    def hold(self, holds: bool) -> None:
-        self.held = holds
-
-    def _publish(self, events: list[ev.Event], time: float) -> None:
-        for event in events:
-            self.bridge.told(event, self.fleet.wire.now, self.condition() if isinstance(event, ev.Done) else None)
-
-    # The world
-
-    def take(self, frames: list[bytes]) -> None:
-        for happening in self.caller.take(frames, self.fleet.wire.now):
-            self.bridge.happened(happening)
-
-    def step(self) -> None:
-        if self.is_hung:
-            return
-        has_something = self.inbox.waiting or self.loop._in_flight or self.scheduler.can_act
-        if not self.held and (has_something or self.scheduler.directive()) and self.fleet.rng.random() < self.speed:
-            self.loop.turn(block=False)
-        for message, frames in self.bridge.flush():
-            if self.caller.link is not None:
-                self.caller.send(message, frames)
-        if self.caller.link is not None:
-            self.caller.link.pulse = m.Beat(self.scheduler.requests.counters.num_steps, self.bridge.has_work)
-        for packet in self.caller.packets(self.fleet.wire.now):
-            self.fleet.wire.send(self.name, "coordinator", packet)
-
-
-class SimClient:
-    """A client that lives through everything, and judges what it gets."""
-
-    def __init__(self, fleet: Fleet, index: int) -> None:
-        self.fleet = fleet
-        self.name = f"client-{index}"
-        self.submissions = Submissions(fleet.config.page_size)
-        self.caller = Caller(fleet.number, lambda: m.Hello(m.VERSION, self.name), fleet.wire.now)
-        self.next_ticket = 0
-        self.requests: dict[int, Request] = {}
-        self.went_on: dict[int, Checkpoint] = {}
-        self.records: dict[tuple[int, int], ev.Record] = {}
-        """By ticket and child."""
-        self.ended: dict[int, ev.Record] = {}
-        """The last record of each request of which every child has ended."""
-        self.refused: dict[int, ev.Failure] = {}
-        self.must_refuse: set[int] = set()
-        self.aborted: set[int] = set()
-        self.parts: dict[tuple[int, int], tuple[list[int], TokenScores]] = {}
-        self.asked: dict[int, cmd.Command] = {}
-        self.taken: list[tuple[int, Checkpoint]] = []
-
-    def ticket(self) -> int:
-        self.next_ticket += 1
-        return self.next_ticket - 1  # each client counts from its own zero
-
-    def send(self, command: cmd.Command, source: str | None = None) -> None:
-        if not isinstance(command, cmd.Submit | cmd.Abort):
-            self.asked[command.ticket] = command
-        self._tell(self.submissions.send(command, source))
-
-    def take(self, frames: list[bytes]) -> None:
-        for happening in self.caller.take(frames, self.fleet.wire.now):
-            if isinstance(happening, Opened):
-                self.fleet.marks["client sessions"] += 1
-            self._tell(self.submissions.happened(happening, self.fleet.wire.now))
-
-    def step(self) -> None:
-        for message, frames in self.submissions.outgoing:
-            self.caller.send(message, frames)
-        self.submissions.outgoing.clear()
-        for packet in self.caller.packets(self.fleet.wire.now):
-            self.fleet.wire.send(self.name, "coordinator", packet)
-
-    def _tell(self, told: list[Told]) -> None:
-        for event, _ in told:
-            ticket = event.ticket
-            match event:
-                case ev.Ended(_, record, num_left):
-                    assert ticket not in self.ended and ticket not in self.refused, f"two ends of {ticket}"
-                    assert (ticket, record.child) not in self.records, f"two ends of child {record.child} of {ticket}"
-                    self.records[ticket, record.child] = record
-                    if not num_left:
-                        self.ended[ticket] = record
-                case ev.Refused(_, request_id, failure):
-                    assert ticket not in self.ended and ticket not in self.refused, f"two ends of {ticket}"
-                    assert request_id == self.requests[ticket].request_id
-                    self.refused[ticket] = failure
-                case ev.Progress(_, first, token_ids, scores, _, child):
-                    listed = self.requests[ticket].params.logprob_token_ids
-                    ids, log = self.parts.setdefault((ticket, child), ([], TokenScores(listed_ids=listed)))
-                    assert (ticket, child) not in self.records and first == len(ids), "a token twice, or one is missing"
-                    ids += token_ids
-                    if scores is not None:
-                        log.extend(scores)
-                case ev.Taken(_, request_ticket, checkpoint):
-                    del self.asked[ticket]
-                    self.fleet.marks["checkpoints"] += 1
-                    self.taken.append((request_ticket, checkpoint))
-                case ev.Done():
-                    order = self.asked.pop(ticket)
-                    self.fleet.answered(order, event)
-
-    @property
-    def num_open(self) -> int:
-        return len(self.requests) - len(self.ended) - len(self.refused)
 
 
 class Fleet:
@@ -244,6 +47,9 @@ class Fleet:
         self.rng = rng = random.Random(f"fleet {seed}")
         self.marks = marks
         self._numbers = itertools.count(1)
+        self.connections = itertools.count(1)
+        self.peers: dict[str, Peer] = {}
+        """Whoever is there, by the address of its connection."""
         self.wire = Wire(rng, lossy=rng.choice((0.0, 0.02, 0.1, 0.25)))
         max_len = rng.choice((16, 32, 48))
         page_size = rng.choice((1, 2, 4, 8))
@@ -265,9 +71,12 @@ class Fleet:
             on_replica_loss="resume" if rng.random() < 0.8 else "fail",
             replica_wait_s=rng.choice((2.0, 30.0, MOST_S)),
             blocking_collectives=rng.random() < 0.5,
-            silence_s=4.0,
-            stall_s=5.0,
+            silence_s=rng.choice((1.2, 3.0)),
+            stall_s=3.0,
         )
+        self.tells_cuts = rng.random() < 0.7
+        """Whether one is told of connections that broke."""
+        self._coordinator_at = 0.0
         self.coordinator: Coordinator | None = self._new_coordinator()
         self.replicas: dict[int, SimReplica] = {}
         self.killers = rng.random() < 0.7
@@ -281,7 +90,7 @@ class Fleet:
         self.next_epoch = 1
         self.num_broken = 0
         self.halted = False
-        self.may_be_inexact = False
+        self.halted_until = 0.0
 
     def number(self) -> int:
         """Never used before; some large."""
@@ -306,7 +115,7 @@ class Fleet:
 
     def run(self) -> None:
         rng = self.rng
-        to_submit = rng.randint(6, 24)
+        to_submit = rng.randint(3, 11)
         while self.wire.now < MOST_S:
             self.wire.now += TICK_S if self.wire.lossy else TICK_S / 4
             for when, back in list(self.back_at):
@@ -327,10 +136,13 @@ class Fleet:
                 self._break_replica()
             elif roll < 0.125 and self.restarts and to_submit:
                 self._restart_coordinator()
+            elif 0.14 <= roll < 0.15 and self.wire.lossy:
+                rng.choice(list(self.peers.values())).connect()
+                self.marks["connected anew"] += 1
             self._step()
             if not to_submit and not any(client.num_open or client.asked for client in self.clients):
                 break
-            if not to_submit and self.halted and rng.random() < 0.2:
+            if not to_submit and self.halted and self.wire.now > self.halted_until and rng.random() < 0.2:
                 self._resume()
         else:
             raise AssertionError(f"after {MOST_S} s requests are still alive, or orders unanswered")
@@ -340,25 +152,32 @@ class Fleet:
         now = self.wire.now
         for source, target, frames in self.wire.arrived():
             self._deliver(source, target, frames)
-        if self.coordinator is not None:
-            self.coordinator.tick(now)
-            self.coordinator.router.entries.check()
-            for address, frames in self.coordinator.packets(now):
-                self.wire.send("coordinator", address.decode(), frames)
-        for replica in list(self.replicas.values()):
-            replica.step()
-        for client in self.clients:
-            client.step()
+        if self.coordinator is not None and now >= self._coordinator_at:
+            self._step_coordinator(self.coordinator, now)
+        for peer in list(self.peers.values()):
+            if now >= peer.wake_at and not peer.is_hung:
+                peer.step()
+
+    def _step_coordinator(self, coordinator: Coordinator, now: float) -> None:
+        coordinator.tick(now)
+        if self.rng.random() < CHECKED:
+            coordinator.router.entries.check()
+        for address, frames in coordinator.packets(now):
+            target = address.decode()
+            if target in self.peers:
+                self.wire.send("coordinator", target, frames)
+            elif self.tells_cuts:
+                coordinator.cut(address, now)
+        self._coordinator_at = coordinator.due(now)
 
     def _deliver(self, source: str, target: str, frames: list[bytes]) -> None:
-        kind, _, index = target.partition("-")
-        if kind == "coordinator":
+        if target == "coordinator":
             if self.coordinator is not None:
                 self.coordinator.take(source.encode(), frames, self.wire.now)
-        elif kind == "client":
-            self.clients[int(index)].take(frames)
-        elif (replica := self.replicas.get(int(index))) is not None and not replica.is_hung:
-            replica.take(frames)
+                self._coordinator_at = 0.0
+        elif (peer := self.peers.get(target)) is not None and not peer.is_hung:
+            peer.take(frames)
+            peer.wake_at = 0.0
 
     def _submit(self, client: SimClient) -> None:
         rng, config = self.rng, self.config
@@ -428,6 +247,7 @@ class Fleet:
         match kind:
             case "pause":
                 self.halted = True
+                self.halted_until = self.wire.now + rng.choice((0.0, 0.0, 2 * self.routing.stall_s))
                 client.send(cmd.Pause(client.ticket(), rng.choice(("keep", "wait", "abort"))))
                 for one in self.clients:
                     one.aborted |= set(one.requests)
@@ -479,15 +299,15 @@ class Fleet:
             def wake() -> None:
                 replica.is_hung = False
 
-            self.back_at.append((self.wire.now + rng.uniform(0.1, 12.0), wake))
+            self.back_at.append((self.wire.now + rng.uniform(0.1, 5.0), wake))
             return
         if rng.random() < 0.3 and replica.caller.link is not None:
             replica.caller.send(m.Leave())
             replica.step()
             self.marks["left"] += 1
-        del self.replicas[index]
+        del self.replicas[index], self.peers[replica.address]
         self.marks["killed"] += 1
-        self.back_at.append((self.wire.now + rng.uniform(0.1, 10.0), lambda: self._start(index)))
+        self.back_at.append((self.wire.now + rng.uniform(0.1, 4.0), lambda: self._start(index)))
 
     def _restart_coordinator(self) -> None:
         if self.coordinator is None:
@@ -496,7 +316,7 @@ class Fleet:
         self.marks["coordinator restarts"] += 1
 
         def again() -> None:
-            self.coordinator = self._new_coordinator()
+            self.coordinator, self._coordinator_at = self._new_coordinator(), 0.0
 
         self.back_at.append((self.wire.now + self.rng.uniform(0.0, 3.0), again))
 
@@ -530,31 +350,49 @@ class Fleet:
                 assert scores == record.scores.cut(0, count)
 
     def _drain(self) -> None:
-        """Let everything come to rest: then nothing is left anywhere."""
-        for _ in range(150):
-            self.wire.now += 4 * TICK_S
-            for when, back in list(self.back_at):
-                if self.wire.now >= when:
-                    self.back_at.remove((when, back))
-                    back()
+        """Everybody is back. Let everything come to rest: then nothing is left anywhere, and so it stays."""
+        for _, back in self.back_at:
+            back()
+        self.back_at.clear()
+        self._come_to_rest()
+        for _ in range(round(MOST_DELAY_S / TICK_S) + 1):  # what is still under way belongs to nobody
+            self.wire.now += TICK_S
             self._step()
+        self._come_to_rest()  # again: such a wire may cost a session at any time
         assert self.coordinator is not None
+        router = self.coordinator.router
+        self.marks["requests moved"] += router.num_moved
+        for kind, count in router.orders.num_calls.items():
+            self.marks[f"calls {kind}"] += count
+        if not (self.killers or self.wire.lossy):
+            assert not router.num_lost_replicas, "nobody died, and somebody was lost"
+
+    def _come_to_rest(self) -> None:
+        give_up_at = self.wire.now + MOST_REST_S
+        while True:
+            try:
+                return self._check_rest()
+            except AssertionError:
+                if self.wire.now > give_up_at:
+                    raise
+            self.wire.now += TICK_S
+            self._step()
+
+    def _check_rest(self) -> None:
+        assert self.coordinator is not None
+        serving = self.coordinator.router.members.serving
+        assert len(serving) == len(self.replicas) == NUM_REPLICAS, "a replica was not let in"
         self.coordinator.check_idle()
         for replica in self.replicas.values():
             replica.bridge.check_idle()
-            replica.scheduler.check()
             assert replica.scheduler.num_live == 0, "a request is left at a replica"
             stats = replica.scheduler.stats()
             assert stats.num_free_pages == stats.num_pages, "pages are lost"
-        serving = self.coordinator.router.members.serving
-        assert len(serving) == len([r for r in self.replicas.values() if not r.is_hung]), "a replica was not let in"
+            replica.scheduler.check()
         epochs = {replica.scheduler.stats().weight_epoch for replica in self.replicas.values()}
         states = {replica.scheduler.stats().state for replica in self.replicas.values()}
         weights = {replica.device.weights for replica in self.replicas.values()}
         assert len(epochs) == len(states) == len(weights) == 1, (epochs, states, weights)
-        self.marks["requests moved"] += self.coordinator.router.num_moved
-        for kind, count in self.coordinator.router.orders.num_calls.items():
-            self.marks[f"calls {kind}"] += count
 
     def _judge_refusal(self, client: SimClient, ticket: int) -> None:
         kind = client.refused[ticket].kind

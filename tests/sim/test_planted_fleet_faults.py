@@ -42,6 +42,16 @@ FAULTS = {
         "        if not orders:\n            self.joined.append(session)",
         "        if True:\n            self.joined.append(session)",
     ),
+    "one_that_says_what_it_is_before_it_has_become_so": (
+        "engine/bridge.py",
+        "        return not self._late",
+        "        return True",
+    ),
+    "one_that_is_paused_taken_for_hanging": (
+        "coordinator/membership.py",
+        "if beat.num_steps != self._num_steps or not beat.has_work:",
+        "if beat.num_steps != self._num_steps:",
+    ),
     "requests_sent_between_prepare_and_apply": (
         "coordinator/orders.py",
         "return self._preparing is not None or bool(self._queue)",

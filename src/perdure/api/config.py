@@ -77,6 +77,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     whether replicas compute nothing between the two phases of an order that all must agree on.
     paused_pages: how many pages requests that wait for one may keep together, others are evicted and computed again;
     None = a tenth of the pool. admit_beside_paused: False = while a request waits so, no other is taken in.
+    grammar_timeout_s: a request whose structured outputs take longer to compile is refused.
     gpu_memory_utilization: how much of the device's memory all of it may take, as a part; what weights and a step
     leave of that is the pool. num_cuda_graphs: sizes of steps that are captured, -1 = as many as the rule has, 0: none;
     cuda_graph_sizing: the rule (`runner.shapes`); cuda_graph_max_tokens: of a captured step, or, with
@@ -134,6 +135,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     replica_wait_s: float = 60.0
     replica_silence_s: float = 1.2
     replica_stall_s: float = 30.0
+    grammar_timeout_s: float = 30.0
     blocking_collectives: bool = False
 
     def __post_init__(self) -> None:
@@ -233,6 +235,7 @@ _SECONDS_AND_WEIGHTS: tuple[tuple[str, float, float], ...] = (
     ("replica_wait_s", 0, 1e9),
     ("replica_silence_s", 0.5, 1e9),
     ("replica_stall_s", 0.5, 1e9),
+    ("grammar_timeout_s", 0.1, 1e6),
 )
 _TEXTS = ("model", "tokenizer", "journal")
 _BOOLEANS = (

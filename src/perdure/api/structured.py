@@ -1,7 +1,8 @@
 """`StructuredOutputsParams`: what the output must be, said in one of four ways. Plain values; names are vLLM's.
 
-- Wrong by itself is refused here: none or several given, no JSON, an empty list. Whether a grammar can be compiled, and
-  whether anything satisfies it, is found out beside the engine's loop, before the request gets its first page.
+- Wrong by itself is refused here: none or several given, no JSON, an empty list, more than `grammar_limits` allows.
+  Whether a grammar can be compiled, and whether anything satisfies it, is found out beside the engine's loop, before
+  the request gets its first page.
 - Equal ones are compiled once: they are compared and hashed by value.
 """
 
@@ -14,12 +15,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from perdure.api.endless import is_endless
 from perdure.api.errors import InvalidValue
+from perdure.api.grammar_limits import MAX_BYTES, check_grammar, check_pattern, check_schema
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 KINDS: tuple[Kind, ...] = ("json", "regex", "choice", "grammar")
-MAX_BYTES = 4_000_000
-"""Of one schema, pattern or grammar, or of all choices together."""
 SHOWN_LENGTH = 120
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = SHOWN_LENGTH
@@ -59,8 +60,12 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidValue(f"structured_outputs.{name}={_SHORT.repr(value)} is not a non-empty string")
         texts = self.choice if self.choice is not None else (self.text,)
         size = sum(_num_bytes(self.kind, text) for text in texts)
-        if size > MAX_BYTES:
-            raise InvalidValue(f"structured_outputs.{self.kind} has {size} bytes, more than {MAX_BYTES}")
+        if size > MAX_BYTES[self.kind]:
+            raise InvalidValue(f"structured_outputs.{self.kind} has {size} bytes, more than {MAX_BYTES[self.kind]}")
+        if self.regex is not None:
+            check_pattern(self.regex)
+        if self.grammar is not None:
+            check_grammar(self.grammar)
 
     @property
     def kind(self) -> Kind:
@@ -112,6 +117,9 @@ def _schema(given: Any) -> str | None:
         raise InvalidValue(f"structured_outputs.json={_SHORT.repr(given)} is no JSON: {error}") from None
     if not isinstance(schema, (Mapping, bool)):
         raise InvalidValue(f"structured_outputs.json={text[:SHOWN_LENGTH]} is no JSON schema, which is an object")
+    check_schema(schema)
+    if is_endless(schema):
+        raise InvalidValue(f"structured_outputs.json={text[:SHOWN_LENGTH]} requires itself within itself, without end")
     return given if isinstance(given, str) else text
 
 

@@ -203,6 +203,10 @@ class Entries:
         return self._by_client.get(client, {}).get(number)
 
     @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
     def waiting(self) -> list[Entry]:
         """In the order of their numbers: one that comes back goes before those that came later."""
         return sorted(self._waiting.values(), key=lambda entry: entry.serial)

@@ -221,7 +221,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=15, array_like=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=16, array_like=True):
-    """A replica's pulse, not numbered: a lost one does not come again. num_steps: so far. has_work: somebody waits."""
+    """A replica's pulse, not numbered: a lost one does not come again. num_steps: so far. has_work: steps should
+    follow."""
 
     num_steps: int
     has_work: bool

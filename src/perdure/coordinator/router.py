@@ -114,7 +114,9 @@ class Router:
             self.closed.append(session)
             self._lost(session, now)
         for entry in self.entries.waiting:
-            if entry.deadline is not None and now >= entry.deadline:
+            if entry.deadline is None and not self.members.serving:
+                entry.deadline = now + self._routing.replica_wait_s
+            elif entry.deadline is not None and now >= entry.deadline:
                 waited = f"no replica served for {self._routing.replica_wait_s:g} s (replica_wait_s)"
                 self._fail(entry, ReplicaLost(waited))
         self._follow_orders(now)
@@ -327,20 +329,19 @@ class Router:
     def _place(self, entries: Sequence[Entry], now: float) -> None:
         """Send waiting requests to replicas, if there are any."""
         serving = self.members.serving
-        for entry in entries:
-            if not serving:
-                if entry.deadline is None:
-                    entry.deadline = now + self._routing.replica_wait_s
-            elif not self.orders.holds_requests:
-                loads = [(replica.session, self.entries.load(replica.session)) for replica in serving]
-                owner = self._chooser.choose(entry.keys, loads, now)
-                self._send(owner, m.Submit(entry.serial, known=entry.known()), entry.frames)
-                replica = self.members.get(owner)
-                assert replica is not None
-                if entry.fingerprint != replica.about.fingerprint:
-                    for sample in entry.samples:
-                        sample.cross()
-                self.entries.give(entry, owner)
+        for entry in entries if not serving else ():
+            if entry.deadline is None:
+                entry.deadline = now + self._routing.replica_wait_s
+        for entry in entries if serving and not self.orders.holds_requests else ():
+            loads = [(replica.session, self.entries.load(replica.session)) for replica in serving]
+            owner = self._chooser.choose(entry.keys, loads, now)
+            self._send(owner, m.Submit(entry.serial, known=entry.known()), entry.frames)
+            replica = self.members.get(owner)
+            assert replica is not None
+            if entry.fingerprint != replica.about.fingerprint:
+                for sample in entry.samples:
+                    sample.cross()
+            self.entries.give(entry, owner)
 
     # Orders
 
@@ -371,7 +372,8 @@ class Router:
             orders.joined.clear()
             for client in self._clients:
                 self._welcome(client)
-        self._place(self.entries.waiting, now)
+        if self.entries.num_waiting and self.members.serving:
+            self._place(self.entries.waiting, now)
 
     def _as_seen_by(self, client: int, answer: m.Answer) -> Stats | None:
         """Ids of paused requests are the client's own numbers, and others' are not its business."""

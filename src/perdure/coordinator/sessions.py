@@ -9,18 +9,22 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
 
-from perdure.coordinator.link import ACKNOWLEDGE_S, BEAT_S, RESEND_S, Frames, Kind, Link, Packet, decode, encode
+from perdure.coordinator.link import RESEND_S, Frames, Kind, Link, Packet, decode, encode
 from perdure.coordinator.messages import VERSION, Hello, Message
 
 SILENCE_S = 1.2
 """A peer that was not heard of for so long is lost, unless longer gaps than a quarter of that are usual."""
 USUAL_GAPS = 4.0
 """How many times its longest gap of late a peer may be silent."""
+AGAIN_S = 0.05
+"""How soon one is asked again what it is, who could not say."""
 CUT_S = 1.0
 """A peer whose connection broke is lost after so long without another: its process has ended, or the network."""
 MOST_BACKLOG = 256 * 2**20
@@ -51,13 +55,14 @@ Happening = Opened | Arrived | Lost
 
 class _Peer:
     """address: where its last packet came from. cut_at: when that was found to lead nowhere. hello: until it has shown
-    that it knows both numbers."""
+    that it knows both numbers. timer_at: when its link is looked at next."""
 
-    __slots__ = ("address", "cut_at", "hello", "link")
+    __slots__ = ("address", "cut_at", "hello", "link", "timer_at")
 
     def __init__(self, address: bytes, link: Link, hello: Hello) -> None:
         self.address = address
         self.cut_at: float | None = None
+        self.timer_at = math.inf
         self.link = link
         self.hello: Hello | None = hello
 
@@ -92,8 +97,9 @@ class Answerer:
         self._by_caller: dict[int, int] = {}
         self._stray: list[tuple[bytes, list[bytes]]] = []
         self._eager: dict[int, None] = {}
-        """Sessions with something to send at once; all others are looked at when a timer of one is due."""
-        self._sweep_at = 0.0
+        """Sessions with something to send at once."""
+        self._timers: list[tuple[float, int]] = []
+        """A heap of (time, session). One that is not its peer's `timer_at` is of the past."""
 
     @property
     def sessions(self) -> list[int]:
@@ -119,7 +125,7 @@ class Answerer:
             peer.hello = None
         for message, own in peer.link.take(packet, frames[1:], now):
             found.append(Arrived(packet.answerer, message, own))
-        self._sweep_at = min(self._sweep_at, now + ACKNOWLEDGE_S)
+        self._set_timer(packet.answerer, peer, now)
         return found
 
     def _open(self, address: bytes, packet: Packet, now: float) -> None:
@@ -183,21 +189,35 @@ class Answerer:
         """What is to go onto the wire now, each with its address."""
         stray, self._stray = self._stray, []
         yield from stray
-        is_sweep = now >= self._sweep_at
-        sessions, self._eager = (list(self._peers) if is_sweep else list(self._eager)), {}
-        for session in sessions:
-            peer = self._peers.get(session)
-            if peer is None or peer.hello is not None:
-                continue
-            for frames in peer.link.packets(now):
-                yield peer.address, frames
-        if is_sweep:
-            links = [peer.link for peer in self._peers.values() if peer.hello is None]
-            self._sweep_at = min((link.due(now) for link in links), default=now + BEAT_S)
+        eager, self._eager = self._eager, {}
+        for session in eager:
+            yield from self._spoken(session, now)
+        while self._timers and self._timers[0][0] <= now:
+            at, session = heapq.heappop(self._timers)
+            if (peer := self._peers.get(session)) is not None and peer.timer_at == at:
+                peer.timer_at = math.inf
+                yield from self._spoken(session, now)
+
+    def _spoken(self, session: int, now: float) -> Iterator[tuple[bytes, list[bytes]]]:
+        """What this one is told now."""
+        peer = self._peers.get(session)
+        if peer is None or peer.hello is not None:
+            return
+        for frames in peer.link.packets(now):
+            yield peer.address, frames
+        self._set_timer(session, peer, now)
+
+    def _set_timer(self, session: int, peer: _Peer, now: float) -> None:
+        """Unless it is looked at before."""
+        if (at := peer.link.due(now)) < peer.timer_at:
+            peer.timer_at = at
+            heapq.heappush(self._timers, (at, session))
 
     def due(self, now: float) -> float:
-        """When `packets` or `tick` has something next."""
-        return now if self._eager or self._stray else self._sweep_at
+        """When `packets` has something next."""
+        if self._eager or self._stray:
+            return now
+        return self._timers[0][0] if self._timers else math.inf
 
     @property
     def is_flushed(self) -> bool:
@@ -206,9 +226,10 @@ class Answerer:
 
 
 class Caller:
-    """One session at a time with an answerer, opened again whenever it is over. `refused`: why we are not wanted."""
+    """One session at a time with an answerer, opened again whenever it is over. make_hello: None = who calls cannot say
+    yet what it is. `refused`: why we are not wanted."""
 
-    def __init__(self, new_number: Callable[[], int], make_hello: Callable[[], Hello], now: float) -> None:
+    def __init__(self, new_number: Callable[[], int], make_hello: Callable[[], Hello | None], now: float) -> None:
         self._new_number = new_number
         self._make_hello = make_hello
         self.refused: str | None = None
@@ -218,7 +239,6 @@ class Caller:
 
     def _begin(self, now: float) -> None:
         self._number = self._new_number()
-        self._hello = encode(Packet(Kind.OPEN, self._number, hello=self._make_hello()))
         self._call_at = now
         self.link = None
 
@@ -265,8 +285,9 @@ class Caller:
             return self.link.packets(now)
         if now < self._call_at or self.refused is not None:
             return []
-        self._call_at = now + RESEND_S
-        return [[self._hello]]
+        hello = self._make_hello()
+        self._call_at = now + (RESEND_S if hello is not None else AGAIN_S)
+        return [] if hello is None else [[encode(Packet(Kind.OPEN, self._number, hello=hello))]]
 
     def due(self, now: float) -> float:
         return self._call_at if self.link is None else self.link.due(now)

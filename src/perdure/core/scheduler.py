@@ -89,7 +89,7 @@ class Scheduler:
         if request.routed:
             resolved = ev.Admitted(request.ticket, group.seed, group.children[0].stops.max_output, group.logprobs_mode)
             self.requests.events.append(resolved)
-        if not group.waits_for or group.ends_at_once:
+        if not group.waits_for:
             self._begin(group)
             return
         for state in group.children:

@@ -4,7 +4,8 @@
   number, tokens of all requests together, each with what belongs to them and was not sent yet.
 - One that goes on from elsewhere is a checkpoint. Scores of what it has already are at its client's and nowhere else:
   here stand zeros in their place, and what lies before its first new position is never sent.
-- When the session ends, everything of it ends here; what the engine still tells of it is nobody's.
+- When the session ends, everything of it ends here; what the engine still tells of it is nobody's. Only orders that it
+  was given already take place all the same: what it is cannot be said before.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ class Bridge:
         self._host = host
         self.is_stopped = False
         """Told to stop, and done."""
+        self._late: dict[int, cmd.Command] = {}
+        """Orders of sessions that are over, by the engine's ticket, which the engine still carries out."""
         self._begin()
 
     def _begin(self) -> None:
@@ -120,7 +123,7 @@ class Bridge:
 
     @property
     def has_work(self) -> bool:
-        """Whether steps should follow one another. Orders may take long without one."""
+        """Whether somebody waits for steps. Orders may take long without one."""
         return bool(self._here) and not self._asks and not self._orders
 
     # From the coordinator
@@ -207,14 +210,22 @@ class Bridge:
             self._host.send(cmd.Abort(tickets=list(self._here)))
         for ask in self._orders:
             self._host.forget(ask)
+        self._late |= {ticket: order for ticket, (_, order) in self._asks.items() if not _is_harmless(order)}
         self._begin()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what the engine is like stays so, while there is no session."""
+        return not self._late
 
     # From the engine
 
     def told(self, event: Event, time: float, condition: Condition | None = None) -> None:
         """condition: with answers to orders."""
         ticket = event.ticket
-        if ticket in self._asks:
+        if ticket in self._late:
+            self.is_stopped = self.is_stopped or isinstance(self._late.pop(ticket), cmd.Stop)
+        elif ticket in self._asks:
             self._answered(*self._asks.pop(ticket), event, condition)
         elif (here := self._here.get(ticket)) is not None:
             self._happened(here, ticket, event, time)
@@ -304,7 +315,12 @@ class Bridge:
 
     def check_idle(self) -> None:
         """Nothing is left of anything. Raises AssertionError."""
-        assert not (self._here or self._tickets or self._asks or self._orders)
+        assert not (self._here or self._tickets or self._asks or self._orders or self._late)
+
+
+def _is_harmless(question: cmd.Command) -> bool:
+    """Whether the engine is the same after it."""
+    return isinstance(question, cmd.TakeCheckpoint | cmd.GetStats)
 
 
 def going_on(request: Request, known: m.Known) -> Checkpoint:

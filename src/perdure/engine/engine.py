@@ -167,6 +167,11 @@ class Engine(Desk):
         loop = getattr(self, "_loop", None)  # it goes when the engine ends
         return 0 if loop is None else loop.scheduler.requests.counters.num_steps
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the loop has nothing to do, or is held; from any thread."""
+        return self._inbox.is_waited_on
+
     def condition(self) -> tuple[str, int, Fingerprint]:
         """State, epoch of the weights and fingerprint, as of now. On the loop's thread, or before anything was sent."""
         scheduler = self._loop.scheduler

@@ -24,9 +24,10 @@ log = logging.getLogger("perdure")
 
 
 class Inbox:
-    """Commands from any thread, in order."""
+    """Commands from any thread, in order. is_waited_on: whether whoever takes waits for one, or to be let go on."""
 
     def __init__(self) -> None:
+        self.is_waited_on = False
         self._commands: deque[Command] = deque()
         self._arrived = threading.Condition()
         self._is_held = False
@@ -53,7 +54,9 @@ class Inbox:
         """All that arrived; waits for one if asked to."""
         with self._arrived:
             while self._is_held or (block and not self._commands):
+                self.is_waited_on = True
                 self._arrived.wait()
+            self.is_waited_on = False
             taken = list(self._commands)
             self._commands.clear()
         return taken

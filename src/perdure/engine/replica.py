@@ -158,7 +158,9 @@ class Replica:
         self._caller = Caller(new_number, self._hello, time.monotonic())
         self._is_leaving = False
 
-    def _hello(self) -> m.Hello:
+    def _hello(self) -> m.Hello | None:
+        if not self._bridge.is_settled:
+            return None
         state, epoch, fingerprint = self._host.condition
         resolved = self.engine.resolved
         core = resolved.core
@@ -222,7 +224,7 @@ class Replica:
             if caller.link is not None:
                 caller.send(message, own)
         if caller.link is not None:
-            caller.link.pulse = m.Beat(self.engine.num_steps, bridge.has_work)
+            caller.link.pulse = m.Beat(self.engine.num_steps, bridge.has_work and not self.engine.is_waiting)
         for packet in caller.packets(now):
             socket.send(packet)
 

@@ -125,7 +125,8 @@ def resolve(config: EngineConfig) -> Resolved:
     )
     core, page_bytes = _core_config(config, loaded)
     try:
-        grammars = Grammars(None if tokenizer is None else tokenizer.to_json, core.vocab_size, core.end_token_ids)
+        to_json = None if tokenizer is None else tokenizer.to_json
+        grammars = Grammars(to_json, core.vocab_size, core.end_token_ids, config.grammar_timeout_s)
         make = _runner if config.device == "cpu" else on_cuda.make_runner
         runner = make(config, core, loaded, grammars)
     except (OSError, MemoryError, OverflowError) as error:

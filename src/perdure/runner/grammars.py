@@ -1,6 +1,7 @@
 """Grammars, compiled once for the engine's tokenizer, by what was asked. llguidance does the work.
 
-- Compiling has threads of its own, beside the loop and the runner; the first one also prepares the tokenizer.
+- Compiling has threads of its own (`compilers`), beside the loop and the runner; the first one also prepares the
+  tokenizer.
 - What cannot be compiled, and what no text satisfies, is an `InvalidValue` that names field and value.
 - A grammar is kept while a request holds it, and the latest ones a while longer.
 - llguidance is an extra, and loaded here only.
@@ -11,24 +12,31 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perdure.api.errors import InvalidValue
 from perdure.api.structured import StructuredOutputsParams
+from perdure.runner.compilers import Compilers
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-NUM_THREADS = 2
-STACK_BYTES = 256 << 20
-"""Of each thread, in address space: llguidance follows references by recursion, and an overflow ends the process."""
+GRAMMAR_TIMEOUT_S = 30.0
 NUM_IDLE = 64
 """Grammars kept that no request holds."""
 SPACE = r"[ ]|\r?\n[ \t]{0,32}"
 """Between the parts of JSON: what people and pretty-printers write, and no more of it, so that a schema that bounds its
 values bounds the output."""
+TOO_LARGE = (
+    "lexer precomputation failed",
+    "too many expressions",
+    "Too many items",
+    "items; max is",
+    "Too many states",
+)
+"""What llguidance says of its limits, which nobody can set here."""
 MISSING = "structured_outputs needs llguidance, which is not installed: pip install 'perdure[structured]'"
 
 
@@ -42,9 +50,16 @@ class Grammars:
     """tokenizer_json: the tokenizer in the form of Hugging Face's `tokenizers`, asked once; None = there is none.
 
     vocab_size: the width of the logits; ids that the tokenizer lacks are never allowed. end_ids: what ends an output.
+    timeout_s: how long a grammar may be compiled.
     """
 
-    def __init__(self, tokenizer_json: Callable[[], str] | None, vocab_size: int, end_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer_json: Callable[[], str] | None,
+        vocab_size: int,
+        end_ids: Sequence[int],
+        timeout_s: float = GRAMMAR_TIMEOUT_S,
+    ) -> None:
         self.end_ids = tuple(end_ids)
         self.spelled_end_ids: tuple[int, ...] = ()
         """Those that are a piece of text, too: they are an end only where the output is complete. Known once a grammar
@@ -57,7 +72,7 @@ class Grammars:
         self._entries: dict[StructuredOutputsParams, _Entry] = {}
         """The one held last stands last."""
         self._holds: dict[int, StructuredOutputsParams] = {}
-        self._pool = ThreadPoolExecutor(NUM_THREADS, "perdure-grammars")
+        self._compilers: Compilers[LLMatcher] = Compilers(timeout_s)
 
     def hold(self, ticket: int, asked: StructuredOutputsParams) -> Future[LLMatcher]:
         """Compile what a request asked, unless that is done; it stays until `release`. The future is done when the
@@ -80,25 +95,20 @@ class Grammars:
                 del self._entries[other]
 
     def matcher(self, asked: StructuredOutputsParams) -> LLMatcher:
-        """A new one, at the start of an output. Its grammar is compiled here if nobody holds it any more, as for the
+        """A new one, at the start of an output. Its grammar is compiled again if nobody holds it any more, as for the
         last step of a request that has ended. Raises `InvalidValue`."""
         with self._lock:
             entry = self._entries.get(asked)
-        compiled = self._compile(asked) if entry is None else entry.matcher.result()
+        compiled = (self._submit(asked) if entry is None else entry.matcher).result()
         with self._lock:
             return compiled.deep_copy()
 
     def close(self) -> None:
-        """What has begun to be compiled is finished, the rest is cancelled."""
-        self._pool.shutdown(cancel_futures=True)
+        """Cancel what is being compiled, and what waits for it."""
+        self._compilers.close()
 
     def _submit(self, asked: StructuredOutputsParams) -> Future[LLMatcher]:
-        """A pool makes its threads as work comes."""
-        usual = threading.stack_size(STACK_BYTES)
-        try:
-            return self._pool.submit(self._compile, asked)
-        finally:
-            threading.stack_size(usual)
+        return self._compilers.submit(lambda: self._compile(asked), asked.shown)
 
     def _compile(self, asked: StructuredOutputsParams) -> LLMatcher:
         try:
@@ -167,6 +177,8 @@ def _told_briefly(message: str) -> str:
     """The line of llguidance's message that says what is wrong; the others show where, in its own notation."""
     if message.startswith("NoExtensionBias"):
         return "nothing can follow that satisfies it"
+    if any(sign in message for sign in TOO_LARGE):
+        return "it is too large to be kept track of: fewer or shorter repetitions and alternatives are needed"
     lines = [line.strip() for line in message.splitlines() if line.strip() and "<non-verbose/>" not in line]
     at_fault = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (at_fault or lines or ["it cannot be compiled"])[0].replace("panic: ", "llguidance gave up: ")
