@@ -48,6 +48,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "forced": {"adjustments": Adjustments(1.5, 0.5), "forced_ids": (8, 8), "num_logprobs": 1},
     "processed greedy": {"temperature": 0.0, "processed_logprobs": True, "num_logprobs": 3},
 }  # fmt: skip
+FEWER = {"nothing", "allowed", "repetition", "forced", "processed greedy"}
+"""Left out of a life in the interpreter."""
 PROMPT = (1, 5, 4100, 11, 5)
 
 
@@ -168,7 +170,7 @@ def random_logits(step: int) -> np.ndarray:
 def test_a_life_of_steps(device):
     """Every kind of row beside the others, two steps in flight, put aside and taken in again in the middle."""
     host, there = OnHost(), OnDevice(device)
-    slots = np.arange(len(ASKED))
+    slots = np.array([slot for slot, name in enumerate(ASKED) if ON_GPU or name not in FEWER])
     tokens = {slot: list(PROMPT) for slot in slots.tolist()}
     for runner in (host, there):
         runner.admit([row_init(slot, tokens[slot]) for slot in slots.tolist()])
@@ -189,7 +191,7 @@ def test_a_life_of_steps(device):
         host.masks.step = there.masks.step = step
         order = np.random.default_rng(step).permutation(slots)
         plan = packed(order, np.array([len(tokens[slot]) for slot in order.tolist()]))
-        logits = random_logits(step)
+        logits = random_logits(step)[: len(slots)]
         launched = there.launch(logits, plan)
         right = host.run(logits, plan)
         assert not right.errors
@@ -199,9 +201,9 @@ def test_a_life_of_steps(device):
         land(len(flying) - 1)
     land(len(flying))
     there.sampler.check(slots.tolist())
-    outputs = {name: tokens[slot][len(PROMPT) :] for slot, name in enumerate(ASKED)}
-    assert outputs["forced"][:2] == [8, 8] and set(outputs["words"]) == {11, 12}
-    witness("sampling-cuda-adjusted", rows=len(ASKED), steps=STEPS, tokens=sum(map(len, outputs.values())))
+    outputs = {[*ASKED][slot]: tokens[slot][len(PROMPT) :] for slot in slots.tolist()}
+    assert outputs.get("forced", [8, 8])[:2] == [8, 8] and set(outputs["words"]) == {11, 12}
+    witness("sampling-cuda-adjusted", rows=len(slots), steps=STEPS, tokens=sum(map(len, outputs.values())))
 
 
 def test_a_history_that_is_not_this_ones_gives_no_token(device):
