@@ -1,6 +1,6 @@
 """The engine on a GPU: what its tests show, whole jobs against what the hardware allows, and where time goes.
 
-    python benchmarks/gpu.py [--only tests,parity,nano,b1,b64,b256,sampling] [--profile] [--json FILE]
+    python benchmarks/gpu.py [--only tests,parity,wake,nano,b1,b64,b256,sampling] [--profile] [--json FILE]
 
 A section is a function in `gpu_sections` and a line in `SECTIONS`. The report has rows and cases with the values that
 tests read from the engine, and workloads with value, unit, floor, gate and goal.
@@ -26,10 +26,12 @@ from gpu_sections.parity import parity
 from gpu_sections.report import SHARED, Found, Setup
 from gpu_sections.sampling import sampling
 from gpu_sections.shown import tests
+from gpu_sections.wake import wake
 
 SECTIONS: dict[str, Callable[[Setup], Found]] = {
     "tests": tests,
     "parity": parity,
+    "wake": wake,
     **{name: partial(job, name) for name in JOBS},
     "sampling": sampling,
 }

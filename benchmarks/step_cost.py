@@ -66,7 +66,8 @@ class StepCost:
         t1 = time.thread_time()
         assert plan is not None and len(plan.slot) == self.num_rows
         self.rows.apply(plan)
-        packed = pack(plan, self.rows, PAGE_SIZE, 8)
+        packed = pack(plan, self.rows, PAGE_SIZE)
+        packed = packed.padded(-(-len(packed.token_ids) // 8) * 8)
         self.rows.advance(packed.slots, packed.ends)
         t2 = time.thread_time()
         events = self._commit(plan)

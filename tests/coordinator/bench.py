@@ -27,7 +27,8 @@ class Bench:
             self.router.take(Opened(client, m.Hello(m.VERSION, f"client-{at}")), 0.0)
         for at in range(num_replicas):
             self.join(1 + at, at)
-        self.router.outgoing.clear()
+        self.outgoing: list[tuple[int, m.Message, Frames]] = []
+        self.router.take_outgoing()
 
     def join(self, session: int, index: int, name: str | None = None, **about: Any) -> None:
         given = {"fingerprint": Fingerprint(), "state": "running", "weight_epoch": 0, "source": "model", **about}
@@ -46,10 +47,9 @@ class Bench:
 
     def sent(self, session: int, kind: type[Sent]) -> list[Sent]:
         """What this session was sent of one kind, and take it away."""
-        found = [message for to, message, _ in self.router.outgoing if to == session and isinstance(message, kind)]
-        self.router.outgoing = [
-            one for one in self.router.outgoing if not (one[0] == session and isinstance(one[1], kind))
-        ]
+        self.outgoing += self.router.take_outgoing()
+        found = [message for to, message, _ in self.outgoing if to == session and isinstance(message, kind)]
+        self.outgoing = [one for one in self.outgoing if not (one[0] == session and isinstance(one[1], kind))]
         return found
 
     def submit(self, client: int, number: int, keys: list[bytes] | None = None, body: bytes = b"body") -> None:
@@ -66,8 +66,9 @@ class Bench:
 
     def endings(self, client: int) -> list[tuple[int, str, Failure | None]]:
         """Ends that the coordinator made up itself."""
+        self.outgoing += self.router.take_outgoing()
         found = []
-        for to, message, frames in self.router.outgoing:
+        for to, message, frames in self.outgoing:
             if to == client and isinstance(message, m.Ended):
                 ending = msgspec.msgpack.decode(frames[0], type=m.Rest).ending
                 assert message.child is None, "all of its samples"

@@ -166,3 +166,19 @@ def test_with_blocking_collectives_replicas_compute_nothing_between_the_phases()
     assert prepare.blocking
     bench.take(A, m.Ask(6, cmd.GetStats(0)))
     assert bench.router.orders.num_calls == {"blocking": 1, "by messages": 0}
+
+
+def test_a_question_that_is_answered_before_an_order_says_nothing_of_what_holds_after_it() -> None:
+    """Stats, asked while an update is carried out, tell one replica's old weights, and are whole after the update."""
+    bench = Bench()
+    bench.take(A, m.Ask(5, update(7), "weights-7"))
+    for replica in (1, 2):
+        word(bench, replica)
+    applied = {replica: bench.sent(replica, m.Apply)[0].ask for replica in (1, 2)}
+    bench.take(A, m.Ask(6, cmd.GetStats(0)))
+    asked = {replica: bench.sent(replica, m.Apply)[0].ask for replica in (1, 2)}
+    bench.take(1, m.Answer(asked[1], None, None, Fingerprint(), weight_epoch=0))
+    for replica in (1, 2):
+        bench.take(replica, m.Answer(applied[replica], None, None, Fingerprint(), weight_epoch=7))
+    bench.take(2, m.Answer(asked[2], None, None, Fingerprint(), weight_epoch=7))
+    assert bench.router.orders.agreed.weight_epoch == 7

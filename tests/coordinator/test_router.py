@@ -72,7 +72,8 @@ def test_a_request_goes_on_elsewhere_from_what_is_known() -> None:
     assert again.known == m.Known(9, 50, "raw", [sample], Fingerprint(), 1)
     bench.part(1, serial, 3, [99])
     bench.end(1, serial)
-    assert len(bench.sent(A, m.Parts)) == 2 and not bench.sent(A, m.Ended), "what the lost one still says is nobody's"
+    (parts,) = bench.sent(A, m.Parts)
+    assert parts.token_ids == [[7, 8], [9]] and not bench.sent(A, m.Ended), "what the lost one still says is nobody's"
     bench.admit(2, again.number)
     bench.part(2, again.number, 3, [10])
     bench.end(2, again.number)
@@ -279,5 +280,25 @@ def test_requests_after_an_order_stay_behind_it() -> None:
     bench.submit(A, 0)
     assert not bench.sent(1, m.Submit)
     bench.take(1, m.Prepared(prepare.ask))
-    kinds = [type(message) for to, message, _ in bench.router.outgoing if to == 1]
+    kinds = [type(message) for to, message, _ in bench.router.take_outgoing() if to == 1]
     assert kinds == [m.Apply, m.Submit]
+
+
+def test_parts_of_several_replicas_reach_a_client_as_one_message_and_never_change_places_with_others() -> None:
+    bench = Bench()
+    for number in (0, 1, 2):
+        bench.submit(A, number)
+    (one,), (two,) = bench.sent(1, m.Submit)[:1], bench.sent(2, m.Submit)
+    for replica, serial in ((1, one.number), (2, two.number)):
+        bench.admit(replica, serial)
+        bench.part(replica, serial, 0, [replica])
+    bench.part(1, one.number, 1, [7])
+    bench.end(1, one.number)
+    bench.part(2, two.number, 1, [8])
+    kinds = [message for to, message, _ in bench.router.take_outgoing() if to == A]
+    assert [type(message).__name__ for message in kinds] == ["Admitted", "Parts", "Admitted", "Parts", "Ended", "Parts"]
+    assert isinstance(kinds[3], m.Parts)
+    assert (kinds[3].numbers, kinds[3].firsts, kinds[3].token_ids) == ([1, 0], [0, 1], [[2], [7]])
+    bench.part(2, two.number, 2, [9])
+    (later,) = bench.sent(A, m.Parts)
+    assert later.token_ids == [[9]], "what was taken is not added to"

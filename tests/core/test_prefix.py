@@ -89,3 +89,29 @@ def test_weights_find_their_own_pages_and_those_they_were_told_to_keep() -> None
     index.take_weights(0, keep=False)
     assert found(index, [7, 8], 2) == [30]
     index.check()
+
+
+def test_pages_of_one_epoch_never_serve_another_at_any_depth() -> None:
+    """Where earlier pages were kept, inner nodes are of several weights. Whatever is found after that is of one: a path
+    is cut at its first page of others, with all that hangs under it."""
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    index = PrefixIndex(2)
+    publish(index, tokens[:2], [10])
+    index.take_weights(1, keep=True)
+    publish(index, tokens[:4], [20, 21])
+    index.take_weights(2, keep=True)
+    publish(index, tokens[:6], [30, 31, 32])
+    index.take_weights(0, keep=True)  # back, over pages of others
+    path = publish(index, tokens, [40, 41, 42, 43])
+    assert [node.page for node in path] == [10, 21, 32, 43], "0 under 2 under 1 under 0"
+    index.check()
+    assert sorted(index.take_weights(0, keep=False)) == [21, 32, 43], "the leaf is of 0, and was computed over others"
+    assert found(index, tokens, 8) == [10]
+    for epoch in (1, 2):
+        index.take_weights(epoch, keep=False)
+        assert found(index, tokens, 8) == []
+        publish(index, tokens, [50 + 10 * epoch + at for at in range(4)])
+        index.check()
+    for epoch, pages in ((1, [60, 61, 62, 63]), (0, [10]), (2, [70, 71, 72, 73])):
+        index.take_weights(epoch, keep=False)
+        assert found(index, tokens, 8) == pages

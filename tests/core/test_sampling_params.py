@@ -179,6 +179,7 @@ def test_settings_survive_the_wire() -> None:
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5 is no part: above 0, up to 1"),
         ({"gpu_memory_utilization": True}, "gpu_memory_utilization=True is no part"),
         ({"num_cuda_graphs": -2}, "num_cuda_graphs=-2 is out of range: -1 to 4096"),
+        ({"kv_memory": "host"}, "kv_memory='host' is none of device, managed"),
         ({"cuda_graph_sizing": "cubic"}, "cuda_graph_sizing='cubic' is none of exponential, linear, hybrid"),
         ({"cuda_graph_all_prefills": 1}, "cuda_graph_all_prefills=1 is not a bool"),
         ({"batch_invariant": "yes"}, "batch_invariant='yes' is not a bool"),

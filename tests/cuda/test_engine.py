@@ -11,7 +11,7 @@ import torch
 
 from perdure import LLM, SamplingParams
 from perdure.models.tiny import make_tiny, make_tiny_llama
-from tests.engine.helpers import prompt
+from tests.engine.helpers import num_replays, prompt
 from tests.witness import witness
 
 LENGTHS = (5, 17, 33, 48, 16, 31, 64, 9)  # of T11
@@ -36,9 +36,7 @@ def run(model, device: str, params: SamplingParams | list[SamplingParams], promp
         settings.setdefault("num_pages", 256)
     with LLM(str(model), device=device, **settings) as llm:
         outputs = llm.generate(prompts, params)
-        graphs = getattr(llm._engine.resolved.runner, "graphs", None)
-        replays = 0 if graphs is None else sum(graphs.num_replays.values())
-        return outputs, llm.stats(), replays
+        return outputs, llm.stats(), num_replays(llm)
 
 
 def check_same(found, right) -> None:
@@ -132,12 +130,12 @@ def test_T61_suspend(gpu, model, mode):
             time.sleep(0.001)
         llm.suspend(kv=mode)
         assert runner._kv.is_here == (mode == "persist")
-        before = sum(runner.graphs.num_replays.values())
+        before = num_replays(llm)
         llm.resume()
         thread.join()
         assert runner._kv.layers[0].data_ptr() == at
         check_same(done, right)
-        witness("T61", mode=mode, pool=runner.kv_bytes, replays=sum(runner.graphs.num_replays.values()) - before)
+        witness("T61", mode=mode, pool=runner.kv_bytes, replays=num_replays(llm) - before)
 
 
 @pytest.mark.parametrize("weights", ["offload", "drop"])

@@ -97,9 +97,9 @@ def test_the_same_life_as_on_a_cpu(device, right, form):
     for found, expected in zip(life(driver), right, strict=True):
         check_equal(found, expected)
     if driver.device.graphs is not None:
-        replays = {str(shape.num_tokens): n for shape, n in driver.device.graphs.num_replays.items() if n}
+        replays = {str(shape.num_tokens): n for shape, n in driver.device.shapes.num_steps.items() if n}
         assert replays["4"] == NUM_DECODES
-        witness("feat-cuda-graph", replays=replays, shapes=[shape.num_tokens for shape in driver.device.graphs.shapes])
+        witness("feat-cuda-graph", replays=replays, shapes=[shape.num_tokens for shape in driver.device.shapes.shapes])
 
 
 def test_T59_padding_writes_nowhere(gpu):
@@ -121,8 +121,8 @@ def test_T59_padding_writes_nowhere(gpu):
     for _ in range(count):
         driver.run(Row(0), Row(1), Row(2))
     assert torch.equal(pool[:, :, :, others], before)
-    assert driver.device.graphs is not None
-    witness("T59", pages_outside=len(others), replays=sum(driver.device.graphs.num_replays.values()))
+    assert driver.device.shapes is not None
+    witness("T59", pages_outside=len(others), replays=sum(driver.device.shapes.num_steps.values()))
 
 
 def test_a_row_with_unusable_logits_fails_alone(device):

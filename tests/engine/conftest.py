@@ -13,11 +13,15 @@ from perdure import LLM, AsyncLLM, SamplingParams
 from perdure.api.output import RequestOutput
 from perdure.engine.prompts import Prompt
 from perdure.models.tiny import make_tiny_llama
-from tests.engine.helpers import PAGE, check_clean_end
+from tests.engine.helpers import PAGE, check_clean_end, check_close, check_equal
 from tests.engine.reference import Reference
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+"""For tests of the engine that hold on both."""
 
 MakeLLM = Callable[..., LLM]
 MakeAsync = Callable[..., AsyncLLM]
+Check = Callable[[RequestOutput, RequestOutput], None]
 Solo = Callable[[Prompt, SamplingParams], RequestOutput]
 
 
@@ -42,12 +46,33 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def make_llm(tiny: Path, reference: Reference, one_thread: None) -> Iterator[MakeLLM]:
+def device() -> str:
+    """Where engines run; `DEVICES` names others."""
+    return "cpu"
+
+
+@pytest.fixture
+def settings_there(device: str) -> dict[str, Any]:
+    """Of engines on that device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    return {"device": device, "page_size": PAGE, "num_pages": 128, "check_integrity": True}
+
+
+@pytest.fixture
+def check_as_promised(device: str) -> Check:
+    """Compares two results of one request that were computed in different company. Equal bits on a CPU; on a GPU, where
+    products give other last places to other numbers of rows, the same ids and nearly the same scores."""
+    return check_equal if device == "cpu" else check_close
+
+
+@pytest.fixture
+def make_llm(tiny: Path, reference: Reference, one_thread: None, settings_there: dict[str, Any]) -> Iterator[MakeLLM]:
     """Engines of M that check their books in every turn; those still open must be clean when the test ends."""
     made: list[LLM] = []
 
     def make(model: Path = tiny, **config: Any) -> LLM:
-        llm = LLM(str(model), **{"page_size": PAGE, "num_pages": 128, "check_integrity": True, **config})
+        llm = LLM(str(model), **{**settings_there, **config})
         made.append(llm)
         return llm
 
@@ -59,12 +84,14 @@ def make_llm(tiny: Path, reference: Reference, one_thread: None) -> Iterator[Mak
 
 
 @pytest.fixture
-def make_async(tiny: Path, reference: Reference, one_thread: None) -> Iterator[MakeAsync]:
+def make_async(
+    tiny: Path, reference: Reference, one_thread: None, settings_there: dict[str, Any]
+) -> Iterator[MakeAsync]:
     """The same for asyncio; made inside a running event loop or before it."""
     made: list[AsyncLLM] = []
 
     def make(model: Path = tiny, **config: Any) -> AsyncLLM:
-        llm = AsyncLLM(str(model), **{"page_size": PAGE, "num_pages": 128, "check_integrity": True, **config})
+        llm = AsyncLLM(str(model), **{**settings_there, **config})
         made.append(llm)
         return llm
 

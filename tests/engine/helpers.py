@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from perdure.api.scores import TokenScores
 from perdure.engine.engine import Engine
 from perdure.engine.llm import LLM, Call
 from perdure.models.tiny import make_tiny_llama
+from perdure.runner.base import Ticket
+from perdure.runner.runner import Runner
 from tests.engine.reference import CLEAR_LEAD, Reference
 
 V, L, PAGE = 512, 256, 16
@@ -76,6 +79,40 @@ def check_sample_equal(one: CompletionOutput, two: CompletionOutput, num_tokens:
     check_scores_equal(one.logprobs, None if two.logprobs is None else two.logprobs.cut(0, count))
     if num_tokens is None:
         assert (one.text, one.finish_reason, one.stop_reason) == (two.text, two.finish_reason, two.stop_reason)
+
+
+def check_close(output: RequestOutput, other: RequestOutput) -> None:
+    """The same ids and texts, and scores that two right programs may give."""
+    assert output.error is None and other.error is None
+    for one, two in zip(output.outputs, other.outputs, strict=True):
+        check_sample_close(one, two)
+    check_scores_close(output.prompt_logprobs, other.prompt_logprobs)
+
+
+def check_sample_close(one: CompletionOutput, two: CompletionOutput) -> None:
+    """The same of one sample."""
+    assert one.token_ids == two.token_ids
+    assert (one.text, one.finish_reason, one.stop_reason) == (two.text, two.finish_reason, two.stop_reason)
+    check_scores_close(one.logprobs, two.logprobs)
+
+
+def check_scores_close(one: TokenScores | None, two: TokenScores | None) -> None:
+    """Values nearly. Ids that nearly tie may stand in another order, which must be rare."""
+    assert (one is None) == (two is None)
+    if one is None or two is None:
+        return
+    for name in TokenScores.COLUMNS:
+        left, right = getattr(one, name), getattr(two, name)
+        if name in ("chosen", "top_scores", "listed_scores"):
+            assert len(left) == len(right), f"{name}: {len(left)} and {len(right)} values"
+            found, right_values = torch.tensor(left), torch.tensor(right)
+            far = ~torch.isclose(found, right_values, atol=SCORE_TOLERANCE, equal_nan=True)
+            assert not far.any(), f"{name} differs: {found[far].tolist()}, not {right_values[far].tolist()}"
+        elif name in ("rank", "top_ids", "listed_ranks"):
+            differing = sum(a != b for a, b in zip(left, right, strict=True))
+            assert differing <= 2 + len(left) // 1000, f"{name} differs in {differing} of {len(left)} places"
+        else:
+            assert left == right, f"{name} differs"
 
 
 def check_scores_equal(one: TokenScores | None, two: TokenScores | None) -> None:
@@ -136,17 +173,21 @@ def check_empty(engine: Engine) -> None:
 
 
 class Brake:
-    """Stops the device between two steps, so that what a test does meanwhile has an exact place among them."""
+    """Stops the device between two steps, so that what a test does meanwhile has an exact place among them. A GPU runs
+    on, but what came of a step stays unknown until it may."""
 
     def __init__(self, engine: Engine) -> None:
         runner, scheduler = engine.resolved.runner, engine._loop.scheduler
-        self._execute, self._commit = runner.execute, scheduler.commit
+        self._commit = scheduler.commit
         self._changed = threading.Condition()
         self._left: int | None = None
         """Steps that may still run; None = as many as there are."""
         self._is_held = False
         self._num_uncommitted = 0
-        runner.execute = self._braked  # type: ignore[method-assign]
+        if isinstance(runner, Runner):
+            runner.execute = partial(self._braked, runner.execute)  # type: ignore[method-assign]
+        else:
+            runner.launch = partial(self._launched, runner.launch)  # type: ignore[method-assign]
         scheduler.commit = self._committed  # type: ignore[method-assign]
 
     def hold(self, after: int) -> None:
@@ -167,7 +208,12 @@ class Brake:
             self._left = None
             self._changed.notify_all()
 
-    def _braked(self, plan: StepPlan) -> StepOutput:
+    def _launched(self, launch: Callable[[StepPlan], Ticket], plan: StepPlan) -> Ticket:
+        ticket = launch(plan)
+        ticket.wait = partial(self._braked, ticket.wait)  # type: ignore[method-assign]
+        return ticket
+
+    def _braked(self, run: Callable[..., StepOutput], *plan: StepPlan) -> StepOutput:
         with self._changed:
             self._is_held = self._left == 0
             self._changed.notify_all()
@@ -176,7 +222,7 @@ class Brake:
             if self._left is not None:
                 self._left -= 1
             self._num_uncommitted += 1
-        return self._execute(plan)
+        return run(*plan)
 
     def _committed(self, plan: StepPlan, output: StepOutput) -> list[ev.Event]:
         told = self._commit(plan, output)
@@ -237,7 +283,13 @@ def until_stats(llm: LLM, holds: Callable[[Stats], bool]) -> None:
     until(lambda: holds(llm.stats()))
 
 
-# The pool's memory
+# A GPU's memory, and a CPU's
+
+
+def num_replays(llm: LLM) -> int:
+    """Steps that were padded to a shape: on a GPU, replays of its graph."""
+    shapes = llm._engine.resolved.runner.shapes
+    return 0 if shapes is None else sum(shapes.num_steps.values())
 
 
 class PoolWatch:
@@ -256,8 +308,14 @@ class PoolWatch:
         return self._kv._pool.data_ptr()
 
     @property
+    def is_on_gpu(self) -> bool:
+        return not self._kv._pool.is_cpu
+
+    @property
     def resident_bytes(self) -> int:
-        """Of the pool's range of addresses, what the process has memory for."""
+        """Of the pool's range of addresses, what there is memory for."""
+        if self.is_on_gpu:
+            return self._kv.num_bytes * self._kv.is_here
         size = os.sysconf("SC_PAGE_SIZE")
         first, end = self.address // size, -(-(self.address + self._kv.num_bytes) // size)
         with open("/proc/self/pagemap", "rb") as file:
@@ -267,7 +325,7 @@ class PoolWatch:
 
     def pages(self, pages: Sequence[int]) -> dict[int, bytes]:
         """Their bytes."""
-        return {page: self._kv._pool[:, :, :, page].contiguous().numpy().tobytes() for page in pages}
+        return {page: self._kv._pool[:, :, :, page].cpu().contiguous().numpy().tobytes() for page in pages}
 
     def _offloaded(self, pages: Sequence[int]) -> None:
         self.before = self.pages(pages)

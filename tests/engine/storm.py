@@ -1,7 +1,7 @@
 """Interruption storms over the real engine: whatever happens to a request of the tiny model, it ends as its solo run.
 
-- A hypothesis state machine drives `LLM`'s own engine and threads. Only the loop's turns are given by hand (`ByHand`),
-  so a storm is the same each time: a failure prints its steps, and its seed alone replays it:
+- A hypothesis state machine drives `LLM`'s own engine and threads. Only the loop's turns are given by hand
+  (`storm_parts.ByHand`), so a storm is the same each time: a failure prints its steps, and its seed alone replays it:
 
       python -m tests.engine.storm --seed 3
 
@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import threading
-from array import array
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -28,223 +26,18 @@ import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from msgspec.structs import replace
 
-from perdure import LLM, Checkpoint, SamplingParams, StateError
+from perdure import Checkpoint, SamplingParams, StateError
 from perdure.api import command as cmd
 from perdure.api import event as ev
-from perdure.api.checkpoint import Sample
-from perdure.api.ending import Ending
-from perdure.api.output import CompletionOutput, RequestOutput
-from perdure.api.plan import StepPlan
-from perdure.api.scores import TokenScores
+from perdure.api.output import CompletionOutput
 from perdure.core.residency import Residency
-from perdure.engine.engine import Engine
-from perdure.engine.handle import Arrivals
 from perdure.engine.prompts import submission
 from perdure.models.tiny import make_tiny_llama
-from tests.engine.helpers import V, check_sample_equal, check_scores_equal, prompt
+from tests.engine.storm_parts import LONGEST, MAX_TURNS, PLACES, PROMPTS, SETTINGS, Side, Traveller, Truth
 
-LENGTHS = (1, 5, 15, 16, 17, 33, 48, 70)
-PROMPTS = {f"{base}/{length}": prompt(70, base)[:length] for base in (1, 2) for length in LENGTHS}
-"""Two families that share their beginnings."""
-SETTINGS = {
-    "greedy": SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0),
-    "scored": SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1),
-    "urgent": SamplingParams(
-        temperature=0, max_tokens=20, ignore_eos=True, priority=-1, skip_reading_prefix_cache=True
-    ),
-    "drawn": SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=20, ignore_eos=True, logprobs=2),
-    "own seed": SamplingParams(max_tokens=16, ignore_eos=True, logprobs=0, prompt_logprobs=0, priority=1),
-    "stop ids": SamplingParams(max_tokens=24, seed=5, stop_token_ids=list(range(0, V, 12)), min_tokens=3, logprobs=1),
-    "sequences": SamplingParams(max_tokens=24, seed=6, stop_token_sequences=[[i] for i in range(1, V, 20)]),
-    "structured": SamplingParams(max_tokens=24, seed=8, logprobs=1, structured_outputs={"regex": "([a-f]{1,3} ){3,6}"}),
-    "no output": SamplingParams(max_tokens=0, prompt_logprobs=1),
-    "two": SamplingParams(n=2, max_tokens=12, seed=8, ignore_eos=True, logprobs=1, prompt_logprobs=0),
-    "four": SamplingParams(n=4, max_tokens=18, stop_token_ids=list(range(3, V, 25)), logprobs=0),
-    "looking back": SamplingParams(n=3, max_tokens=10, seed=9, repetition_penalty=1.3, prompt_logprobs=1),
-}
-LONGEST = 96
-"""Room for the longest prompt and output."""
-MAX_TURNS = 3000
 STORMS_A_SEED = 10
 NUM_STEPS = 40
-
-
-class ByHand:
-    """Turns of an engine's loop happen when a test says so, on its own thread; what was sent before is applied in it.
-
-    Between turns that thread stands still, so the core can be looked at.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._changed = threading.Condition()
-        self._left = 0
-        self._is_open = False
-        self._error: BaseException | None = None
-        self._turn = engine._loop.turn
-        engine._loop.turn = self._gated  # type: ignore[method-assign]
-        engine.ask(cmd.GetStats).result(timeout=60)  # the turn that had begun ends with this
-
-    def turn(self, count: int = 1) -> None:
-        with self._changed:
-            self._left = count
-            self._changed.notify_all()
-            done = self._changed.wait_for(lambda: not self._left or self._error is not None, timeout=60)
-        assert done, "a turn never ended"
-        if self._error is not None:
-            raise AssertionError("the engine died") from self._error
-
-    def let_go(self) -> None:
-        """It turns by itself from now on."""
-        with self._changed:
-            self._is_open = True
-            self._changed.notify_all()
-
-    def _gated(self, block: bool) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._left > 0 or self._is_open)
-        if self._is_open:
-            self._turn(block)
-            return
-        try:
-            self._turn(block=False)
-        except BaseException as error:
-            self._error = error
-            raise
-        finally:
-            with self._changed:
-                self._left -= 1
-                self._changed.notify_all()
-
-
-class Truth:
-    """Solo runs, alone, in one chunk, one step at a time, nothing cached; each is made once. Samples of one request
-    come one after the other, so they share nothing."""
-
-    def __init__(self, models: tuple[Path, Path]) -> None:
-        self.models = models
-        config: dict[str, Any] = {
-            "steps_in_flight": 1,
-            "enable_prefix_caching": False,
-            "num_pages": 16,
-            "max_num_seqs": 1,
-        }
-        self._engines = [LLM(str(model), **config) for model in models]
-        self._known: dict[Any, RequestOutput] = {}
-
-    def of(self, weights: int, ids: list[int], params: SamplingParams, seed: int) -> RequestOutput:
-        key = weights, tuple(ids), repr(params), seed * (params.temperature > 0)
-        if key not in self._known:
-            (self._known[key],) = self._engines[weights].generate([ids], replace(params, seed=seed))
-        return self._known[key]
-
-    def from_there(
-        self, weights: int, ids: list[int], params: SamplingParams, record: ev.Record, count: int
-    ) -> CompletionOutput:
-        """How a sample ends that has the record's first tokens already, whoever drew them: as a checkpoint made here,
-        in which its siblings have ended."""
-        engine, none = self._engines[weights], TokenScores(listed_ids=params.logprob_token_ids).pack()
-        over = Sample(scores=none if params.asks_scores else None, ending=Ending("abort"))
-        begun = Sample(
-            tokens=array("i", record.token_ids[:count]).tobytes(),
-            scores=None if record.scores is None else record.scores.cut(0, count).pack(),
-            epochs=((0, 0),),
-        )
-        prompt_scores = TokenScores(leading_none=True)
-        for token in ids[1:]:
-            prompt_scores.append(token, 0.0, 1, array("i"), array("f"))
-        checkpoint = Checkpoint(
-            request_id="begun",
-            status="waiting",
-            params=params,
-            prompt=None,
-            prompt_tokens=array("i", ids).tobytes(),
-            max_output=params.max_tokens or 0,
-            seed=record.seed,
-            logprobs_mode="raw",
-            samples=tuple(begun if child == record.child else over for child in range(params.n)),
-            prompt_scores=None if params.prompt_logprobs is None else prompt_scores.pack(),
-            fingerprint=engine._engine.resolved.core.fingerprint,
-            num_cached_tokens=0,
-            num_checkpoints=0,
-        )
-        return engine.generate([checkpoint])[0].outputs[record.child]
-
-    def close(self) -> None:
-        for engine in self._engines:
-            engine.shutdown()
-
-
-class Traveller:
-    """A request on its way, in the engine it was submitted to. is_free: what may cost it its `exact` has happened."""
-
-    def __init__(self, wanted: cmd.Submit, side: Side, is_free: bool) -> None:
-        self.request = wanted.request
-        self.side = side
-        self.is_free = is_free
-        self.receiver = Arrivals(wanted, self._ended)
-        self.end: ev.Event | None = None
-        self.weights: dict[int, int] = {}
-        """Those of the engine when each sample ended."""
-
-    def _ended(self, event: Any) -> None:
-        assert self.end is None, f"two ends of {self.request.request_id}"
-        if isinstance(event, ev.Ended):
-            assert event.record.child not in self.weights, "two ends of one sample"
-            self.weights[event.record.child] = self.side.weights
-            if event.num_left:
-                return
-        self.end = event
-
-
-class Side:
-    """One of the two engines, turned by hand."""
-
-    def __init__(self, model: Path, **config: Any) -> None:
-        self.llm = LLM(str(model), max_model_len=LONGEST, check_integrity=True, **config)
-        self.engine = self.llm._engine
-        self.scheduler = self.engine._loop.scheduler
-        self.by_hand = ByHand(self.engine)
-        for number, params in enumerate(SETTINGS.values()):
-            if params.structured_outputs is not None:  # compiled now: when else, would be another storm each time
-                grammars = self.engine.resolved.runner.grammars
-                grammars.hold(-number, params.structured_outputs).result(timeout=60)
-        self.num_copies = 0
-        self._plan = self.scheduler.plan
-        self.scheduler.plan = self._counted_plan  # type: ignore[method-assign]
-
-    def _counted_plan(self) -> StepPlan | None:
-        plan = self._plan()
-        self.num_copies += 0 if plan is None else len(plan.copy_from)
-        return plan
-
-    @property
-    def weights(self) -> int:
-        return self.scheduler.requests.weights % 2
-
-    @property
-    def state(self) -> str:
-        return self.scheduler.stats().state
-
-    def answer(self, asked: Future[object]) -> Any:
-        """What comes of an order, turning until it has."""
-        for _ in range(MAX_TURNS):
-            if asked.done():
-                return asked.result()
-            self.by_hand.turn()
-        raise AssertionError(f"an order was not answered in {MAX_TURNS} turns")
-
-    def check_empty(self) -> None:
-        stats = self.scheduler.stats()
-        assert stats.state == "running" and stats.num_free_pages == stats.num_pages
-        assert stats.num_running == stats.num_waiting == stats.num_paused == 0
-        assert not self.scheduler.requests.states and not self.engine._receivers
-
-    def close(self) -> None:
-        self.by_hand.let_go()
-        self.llm.shutdown()
-
 
 HOME = st.fixed_dictionaries(
     {
@@ -290,8 +83,10 @@ class Storm(RuleBasedStateMachine):
 
     @initialize(home=HOME, there=THERE)
     def begin(self, home: dict[str, Any], there: dict[str, Any]) -> None:
-        self.sides.append(Side(self.truth.models[0], **home))
-        self.sides.append(Side(self.truth.models[0], num_pages=LONGEST // there["page_size"] + 1, **there))
+        where = self.truth.place.config
+        self.sides.append(Side(self.truth.models[0], **where, **home))
+        num_pages = LONGEST // there["page_size"] + 1
+        self.sides.append(Side(self.truth.models[0], num_pages=num_pages, **where, **there))
         self.home, self.there = self.sides
 
     # Requests
@@ -479,7 +274,8 @@ class Storm(RuleBasedStateMachine):
         ids, params = list(request.prompt_token_ids), request.params
         output = traveller.side.llm._result(traveller.receiver, traveller.end)
         assert output.error is None and [one.index for one in output.outputs] == [*range(params.n)]
-        assert output.exact or self.keeps or traveller.is_free, "nothing has happened that is not exact"
+        may_differ = self.keeps or traveller.is_free or not self.truth.place.is_exact
+        assert output.exact or may_differ, "nothing has happened that is not exact"
         for record in records:
             self._judge_sample(traveller, record, output.outputs[record.child])
         # The prompt was scored by the weights that drew the first token of any sample.
@@ -492,7 +288,7 @@ class Storm(RuleBasedStateMachine):
         if scored is not None and whole is not None:
             is_whole = any(one.finish_reason != "abort" for one in output.outputs)
             num_scored = len(ids) - 1 if is_whole else scored.num_scored
-            check_scores_equal(scored.cut(0, scored.num_scored), whole.cut(0, num_scored))
+            self.truth.place.check_scores(scored.cut(0, scored.num_scored), whole.cut(0, num_scored))
 
     def _weights_of(self, traveller: Traveller, one: CompletionOutput) -> list[int]:
         """Of each span of its output."""
@@ -513,11 +309,11 @@ class Storm(RuleBasedStateMachine):
                 self.marks["results of several weights"] += 1
             assert one.token_ids[:end] == now.token_ids[:end]
             if one.logprobs is not None and now.logprobs is not None:
-                check_scores_equal(one.logprobs.cut(first, end), now.logprobs.cut(first, end))
+                self.truth.place.check_scores(one.logprobs.cut(first, end), now.logprobs.cut(first, end))
         self.marks[one.finish_reason or ""] += 1
         self.marks["later samples"] += one.index > 0 and one.finish_reason != "abort"
         if one.finish_reason != "abort":
-            check_sample_equal(one, now)
+            self.truth.place.check_sample(one, now)
 
     def teardown(self) -> None:
         try:
@@ -542,6 +338,8 @@ class Storm(RuleBasedStateMachine):
             for name in ("num_evictions", "num_pauses", "num_cached_tokens", "num_steps"):
                 self.marks[name] += getattr(stats, name)
             self.marks["copies"] += side.num_copies
+            if (shapes := side.engine.resolved.runner.shapes) is not None:
+                self.marks["padded steps"] += sum(shapes.num_steps.values())
         self.marks["storms"] += 1
         self.marks[f"depth {self.home.engine._loop.steps_in_flight}"] += 1
 
@@ -571,12 +369,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=1, help="of seeds")
+    parser.add_argument("--device", choices=PLACES, default="cpu")
     parser.add_argument("--shrink", action="store_true", help="look for the shortest failing storm, for minutes")
     args = parser.parse_args()
     torch.set_num_threads(1)
     marks: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as directory:
-        truth = Truth((make_tiny_llama(Path(directory) / "0", seed=0), make_tiny_llama(Path(directory) / "1", seed=1)))
+        models = make_tiny_llama(Path(directory) / "0", seed=0), make_tiny_llama(Path(directory) / "1", seed=1)
+        truth = Truth(models, PLACES[args.device])
         for number in range(args.seed, args.seed + args.count):
             run_storms(number, truth, marks, args.shrink)
         truth.close()

@@ -18,6 +18,11 @@ def test_a_gpu_that_is_not_there_is_refused_before_a_model_is_looked_for() -> No
         resolve(EngineConfig(device="cuda", model="no/such/model"))
 
 
+def test_managed_memory_is_refused_on_a_cpu() -> None:
+    with pytest.raises(InvalidValue, match=r"kv_memory='managed' is for device='cuda'"):
+        resolve(EngineConfig(device="cpu", kv_memory="managed", model="no/such/model"))
+
+
 def test_what_a_cpu_decides(make_llm: MakeLLM) -> None:
     about = make_llm(device="cpu", max_num_batched_tokens=None, batch_invariant=None).describe()
     assert (about["device"], about["max_num_batched_tokens"], about["batch_invariant"]) == ("cpu", 512, True)

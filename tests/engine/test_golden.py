@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from perdure import LLM
 from perdure.api.output import RequestOutput
-from tests.engine.conftest import MakeLLM
+from tests.engine.conftest import DEVICES, MakeLLM
 from tests.engine.helpers import check_empty, settings
 from tests.engine.reference import CLEAR_LEAD
 from tests.models.helpers import convert_stories260k, gguf_to_bf16_directory
@@ -21,15 +22,22 @@ RECORDS = Path(__file__).parents[1] / "data"
 GOLDEN: list[dict[str, Any]] = json.loads((RECORDS / "smollm2_golden.json").read_text())["gguf_fp32"]
 CPU16: dict[str, Any] = json.loads((RECORDS / "cpu16.json").read_text())
 GOLDEN_TOLERANCE = 1e-3
-CONFIG = {"dtype": "float32", "max_model_len": 512, "num_pages": 350, "max_num_seqs": 16}
+ON_BOTH = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CONFIG: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "num_pages": 350, "max_num_seqs": 16}
 
 
 # The GGUF in fp32
 
 
-@pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path) -> Iterator[LLM]:
-    with LLM(str(smollm2_path), **CONFIG) as llm:
+def engine_on(device: str, model: Path) -> LLM:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    return LLM(str(model), device=device, **CONFIG)
+
+
+@pytest.fixture(scope="module", params=ON_BOTH)
+def smollm2(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[LLM]:
+    with engine_on(request.param, smollm2_path) as llm:
         yield llm
         check_empty(llm._engine)
 
@@ -71,10 +79,12 @@ def test_smollm2_gives_the_recorded_text(smollm2: LLM) -> None:
 # The same weights rounded to bf16, run in fp32
 
 
-@pytest.fixture(scope="module")
-def rounded(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+@pytest.fixture(scope="module", params=ON_BOTH)
+def rounded(
+    request: pytest.FixtureRequest, smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LLM]:
     directory = gguf_to_bf16_directory(smollm2_path, tmp_path_factory.mktemp("rounded") / "model")
-    with LLM(str(directory), **CONFIG) as llm:
+    with engine_on(request.param, directory) as llm:
         yield llm
         check_empty(llm._engine)
 
@@ -92,7 +102,7 @@ def test_cpu16_all_at_once(rounded: LLM) -> None:
     """16 prompts of Python's manual, 1,024 ids on which six engines agree."""
     outputs = rounded.generate(CPU16["prompt_ids"], settings(max_tokens=64, logprobs=2))
     lead = check_cpu16(outputs, CPU16["generated_ids"])
-    witness("cpu16", num_ids=1024, least_lead=lead)
+    witness("cpu16", num_ids=1024, least_lead=lead, device=rounded._engine.resolved.config.device)
 
 
 def test_cpu16_one_by_one(rounded: LLM) -> None:
@@ -108,6 +118,7 @@ def test_cpu16_one_by_one(rounded: LLM) -> None:
 # stories260K
 
 
+@DEVICES
 def test_stories260k_tells_of_lily(data_dir: Path, tmp_path: Path, make_llm: MakeLLM) -> None:
     """Greedy from BOS, as text, through `LLM.generate`."""
     stories = data_dir / "stories260K"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from perdure.core.requests import Requests
 from perdure.core.state import RequestState
 from perdure.models.tiny import make_tiny_llama
 from perdure.runner.kv_store import KVStore
-from tests.engine.storm import STORMS_A_SEED, Truth, run_storms
+from tests.engine.conftest import DEVICES
+from tests.engine.storm import STORMS_A_SEED, run_storms
+from tests.engine.storm_parts import PLACES, Truth
 from tests.witness import witness
 
 NUM_SEEDS = 4
@@ -33,23 +35,38 @@ VISITED = (
 
 
 @pytest.fixture(scope="module")
-def truth(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
-    made = Truth((tiny, make_tiny_llama(tmp_path_factory.mktemp("other-weights"), seed=1)))
-    yield made
-    made.close()
+def truths(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Truth]]:
+    """By device; each is made once."""
+    models = tiny, make_tiny_llama(tmp_path_factory.mktemp("other-weights"), seed=1)
+    made: dict[str, Truth] = {}
+
+    def of(device: str) -> Truth:
+        if device not in made:
+            made[device] = Truth(models, PLACES[device])
+        return made[device]
+
+    yield of
+    for truth in made.values():
+        truth.close()
 
 
-def test_storms_do_not_show_in_any_result(truth: Truth, one_thread: None, soak_factor: int) -> None:
-    """Each finished request equals its solo run bit for bit (ids, scores, text), whatever came in between; at the end
-    nothing is kept of anything. 40 storms; in a soak 500."""
+@pytest.fixture
+def truth(truths: Callable[[str], Truth], settings_there: dict[str, Any], device: str) -> Truth:
+    return truths(device)
+
+
+@DEVICES
+def test_storms_do_not_show_in_any_result(truth: Truth, device: str, one_thread: None, soak_factor: int) -> None:
+    """Each finished request equals its solo run (ids, scores, text), whatever came in between, and bit for bit where
+    that is promised; at the end nothing is kept of anything. 40 storms; in a soak 500."""
     marks: Counter[str] = Counter()
     num_seeds = NUM_SEEDS if soak_factor == 1 else 5 * soak_factor
     for seed in range(num_seeds):
         run_storms(seed, truth, marks)
-    missed = [name for name in VISITED if not marks[name]]
+    missed = [name for name in (*VISITED, *["padded steps"] * (device == "cuda")) if not marks[name]]
     assert not missed, f"{marks['storms']} storms never visited {missed}"
     assert marks["storms"] >= num_seeds * STORMS_A_SEED
-    witness("storm", marks={name.replace(" ", "-"): number for name, number in sorted(marks.items())})
+    witness("storm", device=device, marks={name.replace(" ", "-"): number for name, number in sorted(marks.items())})
 
 
 # Faults that a storm must find

@@ -14,7 +14,7 @@ from perdure.api.event import Ended, Event
 from perdure.api.output import RequestOutput
 from perdure.api.request import Request
 from perdure.engine.llm import Call
-from tests.engine.conftest import MakeAsync, MakeLLM, Solo
+from tests.engine.conftest import DEVICES, Check, MakeAsync, MakeLLM, Solo
 from tests.engine.helpers import (
     Brake,
     PoolWatch,
@@ -22,6 +22,7 @@ from tests.engine.helpers import (
     check_reference,
     halted,
     in_thread,
+    num_replays,
     prompt,
     run_async,
     settings,
@@ -40,12 +41,14 @@ def num_scheduled(output: RequestOutput) -> int:
     return sum(event.kind == "scheduled" for event in output.metrics.events)
 
 
+@DEVICES
 @pytest.mark.parametrize("depth", [1, 2])
 @MODES
 def test_life_a_request_suspended_after_generation_began(
-    kv: KVMode, depth: int, make_llm: MakeLLM, reference: Reference, solo: Solo
+    kv: KVMode, depth: int, make_llm: MakeLLM, reference: Reference, solo: Solo, check_as_promised: Check
 ) -> None:
-    """Rows life-sync-* and life-async-*, and T61: 16 tokens, suspended after 6 with steps in flight."""
+    """Rows life-sync-* and life-async-*, and T61: 16 tokens, suspended after 6 with steps in flight. On a GPU graphs
+    that were captured before are replayed after."""
     llm = make_llm(steps_in_flight=depth, num_pages=4000)
     watch, brake = PoolWatch(llm._engine), Brake(llm._engine)
     ids, params = prompt(20), settings(max_tokens=16, prompt_logprobs=1, logprobs=2)
@@ -57,6 +60,7 @@ def test_life_a_request_suspended_after_generation_began(
     stats = llm.stats()
     scheduler = llm._engine._loop.scheduler
     pages, address, resident = list(scheduler.requests.live["A"].children[0].pages), watch.address, watch.resident_bytes
+    replays = num_replays(llm)
     assert stats.state == "suspended" and scheduler.steps_in_flight == 0
     with pytest.raises(StateError, match=r"suspended: resume\(\) before requests"):
         llm.generate(A)
@@ -69,10 +73,12 @@ def test_life_a_request_suspended_after_generation_began(
     llm.resume()
     (output,) = call()
     check_reference(output, ids, reference)
-    check_equal(output, solo(ids, params))
+    check_as_promised(output, solo(ids, params))
     assert watch.address == address
     row = f"life-{'sync' if depth == 1 else 'async'}-{kv}"
     found: dict[str, int] = {"num_in_flight": num_in_flight, "address": address}
+    if watch.is_on_gpu:
+        found |= {"replays_after": num_replays(llm) - replays}
     if kv == "persist":
         assert len(pages) == 2 and resident > 0 and num_scheduled(output) == 1
         found |= {"num_pages_kept": len(pages), "resident_bytes": resident}
@@ -87,10 +93,11 @@ def test_life_a_request_suspended_after_generation_began(
     witness("T61", **found)
 
 
+@DEVICES
 @DEPTHS
 @MODES
 def test_T61_everything_comes_back_from_a_suspension(
-    kv: KVMode, depth: int, make_llm: MakeLLM, reference: Reference, solo: Solo
+    kv: KVMode, depth: int, make_llm: MakeLLM, reference: Reference, solo: Solo, check_as_promised: Check
 ) -> None:
     """Requests in decode and mid-prefill, without a page, evicted and queued; then the cache, which offload keeps."""
     config: dict[str, Any] = {"num_pages": 14, "paused_pages": 4, "max_num_batched_tokens": 24}
@@ -113,13 +120,13 @@ def test_T61_everything_comes_back_from_a_suspension(
     outputs = call()
     for output, ids in zip(outputs, prompts):
         check_reference(output, ids, reference)
-        check_equal(output, solo(ids, params))
+        check_as_promised(output, solo(ids, params))
     (first,) = llm.generate([prompt(40)], settings())
     llm.pause()
     llm.suspend(kv)
     llm.resume()
     (again,) = llm.generate([prompt(40)], settings())
-    check_equal(again, first)
+    check_as_promised(again, first)
     assert again.num_cached_tokens == (0 if kv == "recompute" else 32)
     assert seen >= {"running", "waiting"}
     witness("T61", num_states=len(seen), num_scheduled=sum(map(num_scheduled, outputs)))

@@ -136,6 +136,9 @@ def test_a_history_reads_like_the_list_it_shows() -> None:
             assert (7 in seen, seen.count(7)) == (7 in copy, copy.count(7))
             assert np.array_equal(np.array(seen, np.int64), copy)
             assert torch.equal(torch.tensor(list(seen)), torch.tensor(copy))
+            logits, wanted = torch.zeros(10), torch.zeros(10)
+            logits[seen], wanted[copy] = 1.0, 1.0  # type: ignore[index]
+            assert torch.equal(logits, wanted) and torch.equal(logits[seen], wanted[copy])  # type: ignore[index]
     with pytest.raises(TypeError):
         History(ids, 0, 3)[0] = 1  # type: ignore[index]
 

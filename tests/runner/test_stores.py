@@ -58,7 +58,7 @@ def test_pack_lays_rows_out_in_the_plans_order(model):
     rows.apply(plan)
     rows.advance(np.array([5]), np.array([17]))
     rows.last_token[5] = 42
-    step = pack(plan, rows, page_size=4, row_tile=8)
+    step = pack(plan, rows, page_size=4).padded(8)
     assert step.token_ids.tolist() == [42, 11, 12, 13, 7, 0, 0, 0]
     assert step.positions.tolist()[:5] == [17, 6, 7, 8, 0]
     assert step.ends.tolist() == [18, 9, 1]
@@ -69,7 +69,7 @@ def test_pack_lays_rows_out_in_the_plans_order(model):
     targets = step.targets
     assert targets.row.tolist() == [1, 1] and targets.position.tolist() == [8, 9]
     assert targets.token.tolist() == [13, 14] and targets.hidden_row.tolist() == [2, 3]  # positions 7 and 8
-    assert len(pack(plan, rows, page_size=4, row_tile=1).token_ids) == 5
+    assert len(pack(plan, rows, page_size=4).token_ids) == 5
 
 
 def test_settings_survive_their_narrow_types():

@@ -103,7 +103,7 @@ def check_track(track: Track, result: ev.Record) -> None:
     assert states.count("paused") <= result.num_pauses and states.count("evicted") <= track.num_puts_back
     if not track.num_puts_back:
         assert not {"evicted", "recompute"} & set(states)
-        if not result.num_pauses and result.finish_reason in ("stop", "length") and states:
+        if not result.num_pauses and result.finish_reason in ("stop", "length") and {*states} > {"waiting"}:
             known = len(result.prompt_token_ids) - (not result.token_ids)  # scored only: the last one is not computed
             computed = sum(span.num_tokens for span in track.spans if span.state == "prefill")
             if result.child == 0:

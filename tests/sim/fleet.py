@@ -82,6 +82,7 @@ class Fleet:
         self.killers = rng.random() < 0.7
         self.restarts = rng.random() < 0.3
         self.orders = rng.random() < 0.6
+        self.pinning = rng.random() < 0.5
         self.bases = [[rng.randrange(len(PIECES)) for _ in range(max_len)] for _ in range(2)]
         for index in range(NUM_REPLICAS):
             self._start(index)
@@ -132,6 +133,8 @@ class Fleet:
                 self._take_checkpoint()
             elif roll < 0.09 and self.orders:
                 self._give_order()
+            elif roll < 0.1 and self.pinning:
+                rng.choice(self.clients).pin_or_release()
             elif roll < 0.14 and self.killers and self.num_broken < MOST_BROKEN:
                 self._break_replica()
             elif roll < 0.125 and self.restarts and to_submit:
@@ -140,6 +143,8 @@ class Fleet:
                 rng.choice(list(self.peers.values())).connect()
                 self.marks["connected anew"] += 1
             self._step()
+            if self._lacks_weights and rng.random() < 0.1:
+                self._give_weights()
             if not to_submit and not any(client.num_open or client.asked for client in self.clients):
                 break
             if not to_submit and self.halted and self.wire.now > self.halted_until and rng.random() < 0.2:
@@ -257,15 +262,29 @@ class Fleet:
             case "resume":
                 self._resume()
             case "update":
-                self.next_epoch += 1
-                order = cmd.UpdateWeights(client.ticket(), self.next_epoch, True)
-                client.send(order, source=str(weights_of(self.next_epoch)))
+                self._give_weights()
             case "missing":
                 client.send(cmd.UpdateWeights(client.ticket(), None, True), source="missing")
             case "reset":
                 client.send(cmd.Reset(client.ticket()))
             case "stats":
                 client.send(cmd.GetStats(client.ticket()))
+
+    @property
+    def _lacks_weights(self) -> bool:
+        """Whether somebody cannot serve, as those who had the agreed weights are gone."""
+        return self.coordinator is not None and any(r.lacks_weights for r in self.coordinator.router.members.all)
+
+    def _give_weights(self) -> None:
+        """From a file, or as tensors."""
+        client = self.clients[0]
+        if client.asked:
+            return
+        self.next_epoch += 1
+        number = str(weights_of(self.next_epoch))
+        source = f"{m.OF_TENSORS}{number}-{self.next_epoch}" if self.rng.random() < 0.5 else number
+        self.marks["weights given again"] += self._lacks_weights
+        client.send(cmd.UpdateWeights(client.ticket(), self.next_epoch, True), source=source)
 
     def _resume(self) -> None:
         client = self.clients[0]
@@ -354,6 +373,9 @@ class Fleet:
         for _, back in self.back_at:
             back()
         self.back_at.clear()
+        for client in self.clients:
+            for pin in list(client.pins):
+                client.release(pin)
         self._come_to_rest()
         for _ in range(round(MOST_DELAY_S / TICK_S) + 1):  # what is still under way belongs to nobody
             self.wire.now += TICK_S
@@ -375,6 +397,8 @@ class Fleet:
             except AssertionError:
                 if self.wire.now > give_up_at:
                     raise
+            if self._lacks_weights and self.rng.random() < 0.1:
+                self._give_weights()
             self.wire.now += TICK_S
             self._step()
 

@@ -255,7 +255,8 @@ class Life:
             request
             for ticket, request in self.requests.items()
             if (ticket in self.is_elsewhere) == there
-            and not (ticket in self.ended or ticket in self.must_refuse | self.unmade or _ends_at_once(request))
+            and ticket not in self.ended | self.must_refuse | self.unmade
+            and (ticket in self.unprepared or not _ends_at_once(request))
         ]
 
     def _take_checkpoint(self) -> None:

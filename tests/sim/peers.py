@@ -18,9 +18,11 @@ from perdure.api.request import Request
 from perdure.api.scores import TokenScores
 from perdure.coordinator import messages as m
 from perdure.coordinator.client import Submissions, Told
-from perdure.coordinator.sessions import Caller, Opened
+from perdure.coordinator.sessions import Arrived, Caller, Opened
+from perdure.core.prefix_report import PrefixReport
 from perdure.core.scheduler import Scheduler
 from perdure.engine.bridge import Bridge, Condition
+from perdure.engine.holdings import Holdings
 from perdure.engine.loop import Inbox, Loop
 from perdure.runner.fake import FakeDevice
 from tests.sim.life import PieceCursor
@@ -28,6 +30,8 @@ from tests.sim.life import PieceCursor
 if TYPE_CHECKING:
     from tests.sim.fleet import Fleet
 
+PIECE = 4
+"""Bytes of weights that travel at once."""
 CHECKED = 0.15
 """Part of the replicas that account for everything after every turn; `tests.sim.life` does so always."""
 MOST_DELAY_S = 1.0
@@ -107,9 +111,14 @@ class SimReplica(Peer):
         self.inbox = Inbox()
         depth, check = fleet.rng.randint(1, 4), fleet.rng.random() < CHECKED
         self.loop = Loop(self.scheduler, self.device, self.inbox, self._publish, steps_in_flight=depth, check=check)
+        self.scheduler.requests.cache.index.report = report = PrefixReport()
+        self.holdings = Holdings(report.changes)
         self.tickets = itertools.count(1)
         self.bridge = Bridge(self)
         self.prepared: dict[int, str | None] = {}
+        self.given: set[str] = set()
+        """Weights that came as tensors, and are here."""
+        self.taking: dict[int, tuple[str, bytes]] = {}
         super().__init__(fleet, f"replica-{index}-{next(fleet.connections)}")
 
     def hello(self) -> m.Hello | None:
@@ -135,6 +144,10 @@ class SimReplica(Peer):
 
     def prepare(self, ask: int, order: m.Asked, source: str | None) -> None:
         failure = None
+        if source is not None and source.startswith(m.OF_TENSORS) and source not in self.given:
+            self.taking[ask] = source, b""
+            self.bridge.fetch(ask, source, 0)
+            return
         if isinstance(order, cmd.UpdateWeights) and order.has_weights and source == "missing":
             failure = ev.Failure("ModelNotFound", "no such weights")
         self.prepared[ask] = source
@@ -144,12 +157,29 @@ class SimReplica(Peer):
         source = self.prepared.pop(ask)
         if isinstance(order, cmd.UpdateWeights) and order.has_weights:
             assert source is not None
-            self.device.staged[order.ticket] = int(source)
+            self.device.staged[order.ticket] = number_of(source)
             self.source = source
         self.inbox.put(order)
 
     def forget(self, ask: int) -> None:
         self.prepared.pop(ask, None)
+        self.taking.pop(ask, None)
+
+    def take_piece(self, ask: int, first: int, total: int, data: bytes) -> None:
+        source, taken = self.taking.pop(ask)
+        assert first == len(taken), "a piece out of turn"
+        taken += data
+        if len(taken) < total:
+            self.taking[ask] = source, taken
+            self.bridge.fetch(ask, source, len(taken))
+            return
+        assert taken == bytes_of(source), "other weights than were given"
+        self.given.add(source)
+        self.prepare(ask, cmd.UpdateWeights(0), source)
+
+    def piece(self, source: str, first: int) -> tuple[bytes, int] | None:
+        self.fleet.marks["pieces from a replica"] += source in self.given
+        return (bytes_of(source)[first : first + PIECE], len(bytes_of(source))) if source in self.given else None
 
     def hold(self, holds: bool) -> None:
         self.held = holds
@@ -163,6 +193,8 @@ class SimReplica(Peer):
     def take(self, frames: list[bytes]) -> None:
         for happening in self.caller.take(frames, self.fleet.wire.now):
             self.bridge.happened(happening)
+            if isinstance(happening, Opened):
+                self.holdings.begin()
 
     @property
     def has_something(self) -> bool:
@@ -179,6 +211,10 @@ class SimReplica(Peer):
             if self.caller.link is not None:
                 self.caller.send(message, frames)
         if self.caller.link is not None:
+            for held in self.holdings.messages(self.fleet.wire.now):
+                self.fleet.marks["pages told"] += len(held.held)
+                self.fleet.marks["pages told gone"] += len(held.gone)
+                self.caller.send(held)
             num_steps = self.scheduler.requests.counters.num_steps
             self.caller.link.pulse = m.Beat(num_steps, self.bridge.has_work and is_busy)
         self._send_packets()
@@ -204,6 +240,9 @@ class SimClient(Peer):
         self.aborted: set[int] = set()
         self.parts: dict[tuple[int, int], tuple[list[int], TokenScores]] = {}
         self.asked: dict[int, cmd.Command] = {}
+        self.sources: dict[int, str] = {}
+        """Of weights, by the tickets of their orders."""
+        self.pins: list[int] = []
         self.taken: list[tuple[int, Checkpoint]] = []
 
     def ticket(self) -> int:
@@ -213,6 +252,8 @@ class SimClient(Peer):
     def send(self, command: cmd.Command, source: str | None = None) -> None:
         if not isinstance(command, cmd.Submit | cmd.Abort):
             self.asked[command.ticket] = command
+        if source is not None:
+            self.sources[command.ticket] = source
         self._tell(self.submissions.send(command, source))
         self.wake_at = 0.0
 
@@ -220,6 +261,9 @@ class SimClient(Peer):
         for happening in self.caller.take(frames, self.fleet.wire.now):
             if isinstance(happening, Opened):
                 self.fleet.marks["client sessions"] += 1
+            if isinstance(happening, Arrived) and isinstance(happening.message, m.Fetch):
+                self._give_piece(happening.message)
+                continue
             self._tell(self.submissions.happened(happening, self.fleet.wire.now))
 
     def step(self) -> None:
@@ -227,6 +271,29 @@ class SimClient(Peer):
             self.caller.send(message, frames)
         self.submissions.outgoing.clear()
         self._send_packets()
+
+    def _give_piece(self, fetch: m.Fetch) -> None:
+        """Tensors are here until their order is answered."""
+        if fetch.source not in [self.sources.get(ticket) for ticket in self.asked]:
+            gone = ev.Failure("StateError", "they are not here any more")
+            self.caller.send(m.Piece(fetch.ask, fetch.first, failure=gone))
+            return
+        data = bytes_of(fetch.source)
+        piece = m.Piece(fetch.ask, fetch.first, len(data))
+        self.caller.send(piece, [data[fetch.first : fetch.first + PIECE]])
+        self.fleet.marks["pieces from a client"] += 1
+
+    def pin_or_release(self) -> None:
+        rng = self.fleet.rng
+        if self.pins and rng.random() < 0.5:
+            self.release(rng.choice(self.pins))
+        else:
+            tokens = rng.choice(self.fleet.bases)[: rng.randint(0, self.fleet.config.max_model_len)]
+            self.send(cmd.PinPrefix(self.ticket(), tokens))
+
+    def release(self, pin: int) -> None:
+        self.pins.remove(pin)
+        self.send(cmd.UnpinPrefix(self.ticket(), pin))
 
     def _tell(self, told: list[Told]) -> None:
         for event, _ in told:
@@ -255,8 +322,22 @@ class SimClient(Peer):
                     self.taken.append((request_ticket, checkpoint))
                 case ev.Done():
                     order = self.asked.pop(ticket)
+                    if isinstance(order, cmd.PinPrefix) and event.failure is None:
+                        size = self.fleet.config.page_size
+                        assert event.value == len(order.prompt_token_ids) // size * size
+                        self.pins.append(ticket)
                     self.fleet.answered(order, event)
 
     @property
     def num_open(self) -> int:
         return len(self.requests) - len(self.ended) - len(self.refused)
+
+
+def number_of(source: str) -> int:
+    """Of the weights that come from there."""
+    return int(source.removeprefix(m.OF_TENSORS).partition("-")[0])
+
+
+def bytes_of(source: str) -> bytes:
+    """Weights as they travel."""
+    return source.encode()

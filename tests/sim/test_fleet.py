@@ -34,6 +34,8 @@ VISITED = (
         "refused StateError",
     ),
     *(f"{order} done" for order in ("Pause", "Suspend", "Resume", "UpdateWeights", "GetStats")),
+    *("PinPrefix done", "PinPrefix InvalidValue", "UnpinPrefix done", "pages told", "pages told gone"),
+    *("pieces from a client", "pieces from a replica"),
     *("UpdateWeights ModelNotFound", "Reset StateError", "calls blocking", "calls by messages"),
 )
 """What these lives must have met."""

@@ -39,7 +39,7 @@ FAULTS = {
     ),
     "one_that_joins_before_it_is_in_line": (
         "coordinator/orders.py",
-        "        if not orders:\n            self.joined.append(session)",
+        "        if not rounds:\n            self.joined.append(session)",
         "        if True:\n            self.joined.append(session)",
     ),
     "one_that_says_what_it_is_before_it_has_become_so": (
@@ -56,6 +56,16 @@ FAULTS = {
         "coordinator/orders.py",
         "return self._preparing is not None or bool(self._queue)",
         "return False",
+    ),
+    "pieces_of_weights_given_to_whoever_asked_first": (
+        "coordinator/fetches.py",
+        "        if asked is not None and asked.holder == holder:",
+        "        if asked is not None:",
+    ),
+    "a_client_that_goes_and_leaves_its_pins": (
+        "coordinator/orders.py",
+        "            if pin.client is not None and pin.client[0] == client:\n                self._release(number)",
+        "            pass",
     ),
 }
 

@@ -79,10 +79,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     None = a tenth of the pool. admit_beside_paused: False = while a request waits so, no other is taken in.
     grammar_timeout_s: a request whose structured outputs take longer to compile is refused.
     gpu_memory_utilization: how much of the device's memory all of it may take, as a part; what weights and a step
-    leave of that is the pool. num_cuda_graphs: sizes of steps that are captured, -1 = as many as the rule has, 0: none;
+    leave of that is the pool. kv_memory: "managed" = the driver moves the pool between host and device, up to 1 GiB.
+    num_cuda_graphs: sizes of steps that are captured, -1 = as many as the rule has, 0: none;
     cuda_graph_sizing: the rule (`runner.shapes`); cuda_graph_max_tokens: of a captured step, or, with
     cuda_graph_all_prefills, max_num_batched_tokens; cuda_graph_mixed_prefill: prompts in a captured step that has some,
-    0 = none are captured.
+    0 = none are captured. On a CPU, which captures nothing, steps are padded to these shapes if num_cuda_graphs > 0.
     attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own.
     sampling_backend: what finds the ids that top_k and top_p keep; "torch" = the engine's own form. quantization:
     "gguf" keeps the blocks of a GGUF file as they are instead of expanding them. progress: say on stderr what is being
@@ -105,6 +106,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
+    kv_memory: Literal["device", "managed"] = "device"
     paused_pages: int | None = None
     admit_beside_paused: bool = True
     enable_prefix_caching: bool = True
@@ -269,6 +271,7 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention_backend", ("auto", "native", "tiled", "plain", "triton", "reference")),
     ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),
     ("sampling_backend", ("auto", "torch", "flashinfer")),
+    ("kv_memory", ("device", "managed")),
     ("quantization", ("gguf",)),
     ("routing_policy", get_args(RoutingPolicy)),
     ("on_replica_loss", get_args(OnReplicaLoss)),

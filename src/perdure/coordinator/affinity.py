@@ -2,22 +2,21 @@
 
 - A key names a whole page of a prompt and all before it, so one look-up a page finds how far a replica's cache may
   reach.
-- An entry says that a replica was sent these pages, and when; one older than the TTL does not count. Entries go with
-  the replica, with the weights and with the prefix cache, and the oldest go when there are too many.
+- An entry says that a replica was sent these pages or has them, and since when; one older than the TTL does not count.
+  It goes when the replica says that it has them no more, with the replica, with the weights and with the prefix cache;
+  and the oldest go when there are too many.
 - score = (pages found in a row) / (pages of the prompt) - alpha * (load - mean load) / max(1, mean load). The best
   wins, then the least loaded, then the lowest index. Where nobody has anything the least loaded wins.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from perdure.api.config import RoutingPolicy
+from perdure.api.prefix_key import page_key, root_key
 
-KEY_BYTES = 8
 MOST_KEYS = 1_000_000
 """Entries kept; some 200 bytes each."""
 MOST_KEYS_A_PROMPT = 1024
@@ -27,10 +26,9 @@ MOST_KEYS_A_PROMPT = 1024
 def page_keys(token_ids: Sequence[int], page_size: int, salt: str | None = None) -> list[bytes]:
     """A key for each full page but one that would leave nothing to compute. salt: requests of another share nothing."""
     keys: list[bytes] = []
-    before = b"" if salt is None else salt.encode()
+    before = root_key(salt)
     for first in range(0, len(token_ids) - page_size, page_size):
-        page = array("q", token_ids[first : first + page_size]).tobytes()
-        before = hashlib.blake2b(before + page, digest_size=KEY_BYTES).digest()
+        before = page_key(before, token_ids[first : first + page_size])
         keys.append(before)
         if len(keys) == MOST_KEYS_A_PROMPT:
             break
@@ -38,7 +36,7 @@ def page_keys(token_ids: Sequence[int], page_size: int, salt: str | None = None)
 
 
 class PrefixTable:
-    """When each replica, by its session, was last sent each page."""
+    """When each replica, by its session, was last sent each page, or came to have it."""
 
     def __init__(self, ttl_s: float, most_keys: int = MOST_KEYS) -> None:
         self._ttl_s = ttl_s
@@ -71,6 +69,13 @@ class PrefixTable:
                 return at
         return len(keys)
 
+    def drop(self, keys: Sequence[bytes], session: int) -> None:
+        """This replica has these no more."""
+        for key in keys:
+            sent = self._sent.get(key)
+            if sent is not None and sent.pop(session, None) is not None and not sent:
+                del self._sent[key]
+
     def forget(self, session: int) -> None:
         for key in [key for key, sent in self._sent.items() if sent.pop(session, None) is not None and not sent]:
             del self._sent[key]
@@ -87,6 +92,7 @@ class Chooser:
         self._alpha = alpha
         self._turn = 0
         self.table = PrefixTable(ttl_s)
+        self.looks_up = policy in ("longest_prefix", "first_prefix_block")
 
     def choose(self, keys: Sequence[bytes], loads: Sequence[tuple[int, int]], now: float) -> int:
         """loads: (session, requests it has) of those that may be chosen, by index. Returns the session."""
@@ -94,11 +100,20 @@ class Chooser:
         if self._policy == "round_robin":
             self._turn += 1
             return loads[(self._turn - 1) % len(loads)][0]
-        found = self._by_prefix(keys, loads, now) if self._policy != "load_balanced" else None
+        found = self._by_prefix(keys, loads, now) if self.looks_up else None
         chosen = min(loads, key=lambda one: one[1])[0] if found is None else found
-        if self._policy != "load_balanced":
+        if self.looks_up:
             self.table.touch(keys, chosen, now)
         return chosen
+
+    def holds(self, session: int, is_anew: bool, held: Sequence[bytes], gone: Sequence[bytes], now: float) -> None:
+        """What a replica says of its cache. is_anew: all that was known of it before is void."""
+        if not self.looks_up:
+            return
+        if is_anew:
+            self.table.forget(session)
+        self.table.drop(gone, session)
+        self.table.touch(held, session, now)
 
     def _by_prefix(self, keys: Sequence[bytes], loads: Sequence[tuple[int, int]], now: float) -> int | None:
         looked_up = keys[:1] if self._policy == "first_prefix_block" else keys

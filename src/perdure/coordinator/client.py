@@ -4,7 +4,7 @@ events.
 - What comes of a request is collected here, tokens and scores: the coordinator keeps no scores, so that a replica that
   goes on with a request sends only what comes after, and a record is made whole at its end.
 - When the session with the coordinator ends, everything unanswered is submitted again in the next one, from where it
-  stands. Questions are not: whether an order took place is not known.
+  stands. Questions are not: whether an order took place is not known. Pins are asked for again.
 """
 
 from __future__ import annotations
@@ -146,6 +146,7 @@ class Submissions:
         self.page_size = page_size
         self._live: dict[int, Live] = {}
         self._asked: dict[int, cmd.Command] = {}
+        self._pins: dict[int, cmd.PinPrefix] = {}
 
     @property
     def num_live(self) -> int:
@@ -163,10 +164,15 @@ class Submissions:
                     if (live := self._live.get(ticket)) is not None:
                         live.is_aborted = True
                 self._say(m.Abort(list(tickets), everything))
-            case cmd.Prepared() | cmd.PinPrefix() | cmd.UnpinPrefix():
+            case cmd.Prepared():
                 raise AssertionError(f"{command} is for one engine")
+            case cmd.UnpinPrefix(ticket, pin) if self._pins.pop(pin, None) is None or not self.is_open:
+                return [Told(ev.Done(ticket), 0.0)]  # it went with the session
             case _ if not self.is_open:
                 return [self._no_session(command.ticket)]
+            case cmd.PinPrefix(ticket):
+                self._asked[ticket] = self._pins[ticket] = command
+                self._say(m.Ask(ticket, command))
             case cmd.TakeCheckpoint(ticket, _, request_ticket, end):
                 assert request_ticket is not None
                 self._asked[ticket] = command
@@ -198,8 +204,10 @@ class Submissions:
     # Sessions
 
     def opened(self) -> None:
-        """A new session: submit again what is unanswered."""
+        """A new session: submit again what is unanswered, and pin again what was pinned."""
         self.is_open = True
+        for ticket, pin in self._pins.items():
+            self._say(m.Ask(ticket, pin))
         for number, live in self._live.items():
             self._say(m.Submit(number, live.keys, live.known()), [live.frame])
             if live.is_aborted:
@@ -210,6 +218,8 @@ class Submissions:
         self.is_open = False
         self.outgoing.clear()
         asked, self._asked = self._asked, {}
+        for ticket in asked:
+            self._pins.pop(ticket, None)
         return [self._no_session(ticket) for ticket in asked]
 
     # What comes
@@ -240,10 +250,21 @@ class Submissions:
                 asked = self._asked.pop(ask)
                 assert isinstance(asked, cmd.TakeCheckpoint)
                 return [self._taken(asked, failure, frames, now)]
-            case m.Answer(ask, failure, stats):
-                del self._asked[ask]
-                return [Told(ev.Done(ask, self._named(stats), failure), now)]
+            case m.Answer(ask, failure):
+                return self._answered(ask, message, failure, now)
         return []
+
+    def _answered(self, ask: int, answer: m.Answer, failure: Failure | None, now: float) -> list[Told]:
+        asked = self._asked.pop(ask, None)
+        pin = self._pins.get(ask)
+        if pin is not None and failure is not None:
+            del self._pins[ask]
+        if asked is None:
+            return []  # pinned again
+        value: object = self._named(answer.stats)
+        if pin is not None:
+            value = len(pin.prompt_token_ids) // self.page_size * self.page_size
+        return [Told(ev.Done(ask, value, failure), now)]
 
     def _parts(self, parts: m.Parts, frames: Frames) -> list[Told]:
         told: list[Told] = []

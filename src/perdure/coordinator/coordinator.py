@@ -33,12 +33,16 @@ class Coordinator:
         router = self.router
         for happening in happened:
             router.take(happening, now)
-        for session, message, frames in router.outgoing:
+        if router.closed:
+            self._send()
+            for session in router.closed:
+                self.sessions.close(session)
+            router.closed.clear()
+
+    def _send(self) -> None:
+        """Together, what came of all that arrived since."""
+        for session, message, frames in self.router.take_outgoing():
             self.sessions.send(session, message, frames)
-        router.outgoing.clear()
-        for session in router.closed:
-            self.sessions.close(session)
-        router.closed.clear()
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -52,8 +56,13 @@ class Coordinator:
         self.router.tick(now)
         self._follow(lost, now)
 
+    def drain(self, until: float) -> None:
+        """Take no new request, and stop everybody when none is left, or then. What was said first holds."""
+        self.router.drain(until)
+
     def packets(self, now: float) -> Iterator[tuple[bytes, list[bytes]]]:
         """What is to go onto the wire, each with its address."""
+        self._send()
         return self.sessions.packets(now)
 
     def due(self, now: float) -> float:

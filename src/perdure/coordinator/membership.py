@@ -8,14 +8,18 @@
 
 from __future__ import annotations
 
-from perdure.coordinator.messages import About, Beat
+from perdure.api import command as cmd
+from perdure.coordinator.messages import About, Asked, Beat
 
 STALL_S = 30.0
 """A replica with work that completes no step for so long hangs. A large step on a slow machine is shorter."""
 
 
 class Replica:
-    """session: by which it is named. serves: whether requests go to it. about: what it is, as last told."""
+    """session: by which it is named. serves: whether requests go to it. about: what it is, as last told.
+
+    lacks_weights: the agreed ones could not be had; it waits for others. pins: those that it was told to hold.
+    """
 
     def __init__(self, session: int, name: str, about: About, now: float) -> None:
         self.session = session
@@ -23,8 +27,17 @@ class Replica:
         self.index = about.index
         self.about = about
         self.serves = False
+        self.lacks_weights = False
+        self.pins: dict[int, None] = {}
         self._num_steps = -1
         self._moved_at = now
+
+    def was_told(self, number: int, order: Asked) -> None:
+        """To pin, or to let go."""
+        if isinstance(order, cmd.PinPrefix):
+            self.pins[number] = None
+        elif isinstance(order, cmd.UnpinPrefix):
+            self.pins.pop(order.pin, None)
 
     def beat(self, beat: Beat, now: float) -> None:
         if beat.num_steps != self._num_steps or not beat.has_work:

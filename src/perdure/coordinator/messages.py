@@ -26,8 +26,11 @@ VERSION = 1
 
 EngineState = Literal["running", "paused", "suspended", "stopped"]
 
-Asked = cmd.Order | cmd.ResetPrefixCache | cmd.GetStats | cmd.Stop
-"""What is asked of all replicas at once. Their tickets mean nothing on the wire."""
+Asked = cmd.Order | cmd.ResetPrefixCache | cmd.PinPrefix | cmd.UnpinPrefix | cmd.GetStats | cmd.Stop
+"""What is asked of all replicas at once. Their tickets mean nothing on the wire: a pin is named by its `ask`."""
+
+OF_TENSORS = "tensors:"
+"""How the source of weights begins that lie in no file: then comes a name that no others have."""
 
 
 class About(msgspec.Struct, frozen=True, array_like=True):
@@ -105,7 +108,8 @@ class Take(msgspec.Struct, frozen=True, tag=3, array_like=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=4, array_like=True):
-    """A client asks something of all replicas. source: where new weights lie, on the replicas' machines."""
+    """A client asks something of all replicas. source: where new weights lie, on the replicas' machines, or
+    `OF_TENSORS` and a name: then this client has them."""
 
     ask: int
     order: Asked
@@ -232,6 +236,32 @@ class Leave(msgspec.Struct, frozen=True, tag=17, array_like=True):
     """A replica goes; what it has goes on elsewhere."""
 
 
+class Fetch(msgspec.Struct, frozen=True, tag=18, array_like=True):
+    """A replica lacks weights: give it those of this source, a safetensors file's bytes from `first` on."""
+
+    ask: int
+    source: str
+    first: int
+
+
+class Piece(msgspec.Struct, frozen=True, tag=19, array_like=True):
+    """Some of them in its frame. total: how many bytes there are of all. failure: why none come."""
+
+    ask: int
+    first: int
+    total: int = 0
+    failure: Failure | None = None
+
+
+class Held(msgspec.Struct, frozen=True, tag=20, array_like=True):
+    """What a replica's prefix cache holds, by the keys of pages (`api.prefix_key`): what has come and what has gone.
+    is_anew: nothing that was told before holds."""
+
+    is_anew: bool
+    held: list[bytes]
+    gone: list[bytes]
+
+
 Message = (
     Submit
     | Abort
@@ -250,6 +280,9 @@ Message = (
     | Welcome
     | Beat
     | Leave
+    | Fetch
+    | Piece
+    | Held
 )
 
 

@@ -6,7 +6,9 @@
   its requests, and the next order may be prepared while this one is still being carried out.
 - One that could and then did not is out of step with the others: it is sent away, and brought into line when it comes
   again. A replica that is lost has no say any more.
-- Who joins is brought into the agreed state before any request goes to it.
+- Who joins is brought into the agreed state before any request goes to it. If the agreed weights were tensors, and
+  nobody is left who has them, it waits for the next ones.
+- A pin is at all replicas or at none, and at those that join; it goes with its client.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from perdure.api.errors import StateError
 from perdure.api.output import Stats
 from perdure.coordinator.membership import Members, Replica
 from perdure.coordinator.messages import (
+    OF_TENSORS,
     About,
     Answer,
     Apply,
@@ -46,6 +49,10 @@ class Agreed(NamedTuple):
     weight_epoch: int = 0
     source: str | None = None
     halt: cmd.Pause | cmd.Suspend | None = None
+
+
+NOBODY = (-1, 0)
+"""Whom nobody answers: its client is gone, or it is the coordinator's own."""
 
 
 class Round:
@@ -83,6 +90,7 @@ class Orders:
         self.joined: list[int] = []
         self.changed = False
         self.stopped = False
+        self._is_stopping = False
         self._members = members
         self._blocking = blocking
         self._refusal = refusal
@@ -95,6 +103,20 @@ class Orders:
         self._aligning: dict[int, int] = {}
         """How many answers each that joins still owes."""
         self._to_align: dict[int, None] = {}
+        self._pins: dict[int, Round] = {}
+        """Those that hold, or are on their way, by the number that names them at replicas."""
+
+    @property
+    def num_pins(self) -> int:
+        return len(self._pins)
+
+    def holder_of(self, source: str, but: int) -> int | None:
+        """Who has weights that were given as tensors: the client that gives them now, or a replica other than `but`."""
+        one = self._preparing
+        if one is not None and one.source == source and one.client is not None and one.client != NOBODY:
+            return one.client[0]
+        holders = (r.session for r in self._members.all if r.about.source == source and r.session != but)
+        return next(holders, None)
 
     @property
     def holds_requests(self) -> bool:
@@ -104,8 +126,26 @@ class Orders:
     # What comes in
 
     def ask(self, client: int, asked: Ask) -> None:
-        self._queue.append(Round(self._number(), (client, asked.ask), asked.order, asked.source))
+        one = Round(self._number(), (client, asked.ask), asked.order, asked.source)
+        if isinstance(one.order, cmd.UnpinPrefix):  # from a client's name for the pin to ours
+            one.order = cmd.UnpinPrefix(0, self._pin_of(client, one.order.pin))
+        elif isinstance(one.order, cmd.PinPrefix):
+            self._pins[one.ask] = one
+        self._queue.append(one)
         self._go_on()
+
+    def _pin_of(self, client: int, ask: int) -> int:
+        return next((number for number, pin in self._pins.items() if pin.client == (client, ask)), 0)
+
+    def _release(self, pin: int) -> None:
+        self._queue.append(Round(self._number(), NOBODY, cmd.UnpinPrefix(0, pin), None))
+
+    def stop(self) -> None:
+        """Tell everybody to stop. Nothing happens the second time."""
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._queue.append(Round(self._number(), NOBODY, cmd.Stop(0), None))
+            self._go_on()
 
     def prepared(self, session: int, word: Prepared) -> None:
         one = self._preparing
@@ -169,10 +209,14 @@ class Orders:
         self._go_on()
 
     def forget_client(self, client: int) -> None:
-        """What it asked is carried out; nobody hears of it."""
+        """What it asked is carried out, and nobody hears of it; what it pinned is released."""
+        for number, pin in self._pins.items():
+            if pin.client is not None and pin.client[0] == client:
+                self._release(number)
         for one in [*self._queue, *([self._preparing] if self._preparing else []), *self._applied.values()]:
             if one.client is not None and one.client[0] == client:
-                one.client = (-1, 0)
+                one.client = NOBODY
+        self._go_on()
 
     # Going on
 
@@ -199,19 +243,26 @@ class Orders:
             else:
                 return
 
-    def _everybody(self) -> list[Replica]:
-        return self._members.serving
+    def _everybody(self, order: Asked) -> list[Replica]:
+        """Whom an order is for. Weights reach those too that could not get the ones before."""
+        brings_weights = isinstance(order, cmd.UpdateWeights) and order.has_weights
+        return [*self._members.serving, *(self._without_weights() if brings_weights else [])]
+
+    def _without_weights(self) -> list[Replica]:
+        return [replica for replica in self._members.all if replica.lacks_weights]
 
     def _begin(self, one: Round) -> None:
         if (why := self._refusal(one.order)) is not None:
             self._reply(one, Answer(one.ask, Failure.of(StateError(why))))
             return
-        for replica in self._everybody():
+        if isinstance(one.order, cmd.UnpinPrefix):
+            self._pins.pop(one.order.pin, None)
+        for replica in self._everybody(one.order):
             self.to_send.append((replica.session, self._prepare(one)))
         if not one.is_order:
             self._apply(one)
             return
-        one.waits = dict.fromkeys(replica.session for replica in self._everybody())
+        one.waits = dict.fromkeys(replica.session for replica in self._everybody(one.order))
         self._count()
         self._has_agreed = True
         self._preparing = one
@@ -223,7 +274,8 @@ class Orders:
         self.num_calls["blocking" if self._blocking else "by messages"] += 1
 
     def _apply(self, one: Round) -> None:
-        for replica in self._everybody():
+        for replica in self._everybody(one.order):
+            replica.was_told(one.ask, one.order)
             self.to_send.append((replica.session, Apply(one.ask)))
             one.waits[replica.session] = None
         if one.is_order:
@@ -232,7 +284,7 @@ class Orders:
         self.changed = self.changed or isinstance(one.order, cmd.Reset | cmd.ResetPrefixCache | cmd.UpdateWeights)
 
     def _cancel(self, one: Round) -> None:
-        for replica in self._everybody():
+        for replica in self._everybody(one.order):
             self.to_send.append((replica.session, Cancel(one.ask)))
         self._reply(one, Answer(one.ask, self._named(one)))
 
@@ -240,6 +292,10 @@ class Orders:
         for one in [one for one in self._applied.values() if not one.waits]:
             del self._applied[one.ask]
             if one.client is None:
+                continue
+            if isinstance(one.order, cmd.PinPrefix) and one.failures:
+                self._release(one.ask)
+                self._reply(one, Answer(one.ask, self._named(one)))
                 continue
             if one.failures and not one.done:  # it took place nowhere
                 self._reply(one, Answer(one.ask, self._named(one)))
@@ -250,6 +306,7 @@ class Orders:
                 continue
             self.to_close += one.failures
             self._take_place(one)
+            self._to_align.update(dict.fromkeys(self._got_weights(one)))
             stats = _together(one.done, self.agreed) if isinstance(one.order, cmd.GetStats) else None
             self._reply(one, Answer(one.ask, None, stats))
 
@@ -280,9 +337,18 @@ class Orders:
                 source = one.source if has_weights else source
             case cmd.Stop():
                 self.stopped = True
-        if one.done and one.done[0].state != "stopped":
+        if one.is_order and one.done and one.done[0].state != "stopped":  # others are answered while orders wait
             state, epoch = one.done[0].state, one.done[0].weight_epoch
         self.agreed = Agreed(state, epoch, source, None if state == "running" else halt)
+
+    def _got_weights(self, one: Round) -> list[int]:
+        """Replicas that had none, and now have the agreed ones."""
+        if not isinstance(one.order, cmd.UpdateWeights):
+            return []
+        found = [replica for replica in self._without_weights() if replica.about.source == self.agreed.source]
+        for replica in found:
+            replica.lacks_weights = False
+        return [replica.session for replica in found]
 
     # Joining
 
@@ -292,34 +358,47 @@ class Orders:
         replica = self._members.get(session)
         if replica is None:
             return
-        orders = _to_agree(replica.about, self.agreed)
-        if not orders:
-            self.joined.append(session)
-            self._members.serve(session, True)
+        rounds = [Round(self._number(), None, *order) for order in _to_agree(replica.about, self.agreed)]
+        if not rounds:
+            self._let_in(replica)
             return
-        self._aligning[session] = len(orders)
-        for order, source in orders:
-            one = Round(self._number(), None, order, source)
+        self._aligning[session] = len(rounds)
+        for one in rounds:
             one.waits[session] = None
             self._applied[one.ask] = one
-            self.to_send += [(session, Prepare(one.ask, order, source)), (session, Apply(one.ask))]
+            self.to_send += [(session, Prepare(one.ask, one.order, one.source)), (session, Apply(one.ask))]
 
     def _aligned(self, one: Round, session: int) -> None:
-        if session not in self._aligning:
+        replica = self._members.get(session)
+        if session not in self._aligning or replica is None:
             return
         if one.failures:
             self._aligning.pop(session)
-            self.to_close.append(session)
+            if (one.source or "").startswith(OF_TENSORS):
+                replica.lacks_weights = True
+            else:
+                self.to_close.append(session)
             return
         self._aligning[session] -= 1
         if not self._aligning[session]:
             del self._aligning[session]
-            self.joined.append(session)
-            self._members.serve(session, True)
+            self._let_in(replica)
+
+    def _let_in(self, replica: Replica) -> None:
+        """It serves, and holds what is pinned. Nobody waits for that: one that has no room serves all the same."""
+        session = replica.session
+        self.joined.append(session)
+        self._members.serve(session, True)
+        begun = {number: pin.order for number, pin in self._pins.items() if pin not in self._queue}
+        told = [(number, order) for number, order in begun.items() if number not in replica.pins]
+        told += [(self._number(), cmd.UnpinPrefix(0, number)) for number in replica.pins if number not in begun]
+        for number, order in told:
+            replica.was_told(number, order)
+            self.to_send += [(session, Prepare(number, order)), (session, Apply(number))]
 
     def check_idle(self) -> None:
         """Nobody waits for anything. Raises AssertionError."""
-        assert not (self._queue or self._preparing or self._applied or self._aligning or self._to_align)
+        assert not (self._queue or self._preparing or self._applied or self._aligning or self._to_align or self._pins)
 
 
 def _agreed_by(about: About) -> Agreed:

@@ -18,11 +18,12 @@ from msgspec.structs import replace
 from perdure.api import command as cmd
 from perdure.api.config import EngineConfig, OnReplicaLoss, RoutingPolicy
 from perdure.api.ending import Ending, Failure
-from perdure.api.errors import InvalidValue, PerdureError, QueueFull, ReplicaLost
+from perdure.api.errors import InvalidValue, PerdureError, QueueFull, ReplicaLost, StateError
 from perdure.api.output import Stats
 from perdure.coordinator import messages as m
 from perdure.coordinator.affinity import Chooser
 from perdure.coordinator.entries import Entries, Entry
+from perdure.coordinator.fetches import Fetches
 from perdure.coordinator.link import Frames
 from perdure.coordinator.membership import STALL_S, Members, Replica
 from perdure.coordinator.orders import Orders
@@ -62,11 +63,13 @@ class Routing(NamedTuple):
 
 
 class Router:
-    """outgoing: (session, message, frames) to send, in order. closed: sessions to end."""
+    """outgoing: (session, message, frames) to send, in order; taken by `take_outgoing`. closed: sessions to end."""
 
     def __init__(self, routing: Routing) -> None:
         self.outgoing: list[tuple[int, m.Message, Frames]] = []
         self.closed: list[int] = []
+        self._growing: dict[int, tuple[m.Parts, list[bytes]]] = {}
+        """By client, the parts that are the last of what it is to be sent: those of other replicas join them."""
         self.entries = Entries()
         self.members = Members(routing.stall_s)
         self.num_lost_replicas = 0
@@ -78,8 +81,10 @@ class Router:
         self._takes: dict[int, tuple[int, int, int]] = {}
         """Checkpoints asked for: ours -> (client, its ask, owner)."""
         self._next_take = 1
+        self._fetches = Fetches()
         self._details: bytes | None = None
-        self._is_told_at = 0
+        self._drains_until: float | None = None
+        """When the end comes, whatever is left; None = it is not near."""
 
     @property
     def is_stopped(self) -> bool:
@@ -113,6 +118,10 @@ class Router:
         for session in self.members.stalled(now):
             self.closed.append(session)
             self._lost(session, now)
+        if self._drains_until is not None and not (len(self.entries) and now < self._drains_until):
+            for entry in self.entries.waiting:
+                self._end(entry, Ending("abort"))
+            self.orders.stop()
         for entry in self.entries.waiting:
             if entry.deadline is None and not self.members.serving:
                 entry.deadline = now + self._routing.replica_wait_s
@@ -120,6 +129,11 @@ class Router:
                 waited = f"no replica served for {self._routing.replica_wait_s:g} s (replica_wait_s)"
                 self._fail(entry, ReplicaLost(waited))
         self._follow_orders(now)
+
+    def drain(self, until: float) -> None:
+        """Take no new request; when none is left, or then, everybody stops."""
+        if self._drains_until is None:
+            self._drains_until = until
 
     def _opened(self, session: int, hello: m.Hello, now: float) -> None:
         if hello.about is None:
@@ -157,6 +171,8 @@ class Router:
                 self._take(client, ask, number, end)
             case m.Ask():
                 self.orders.ask(client, message)
+            case m.Piece():
+                self._fetches.answered(client, message, frames)
 
     def _named(self, client: int, number: int) -> Entry | None:
         return self.entries.named(client, number)
@@ -172,6 +188,10 @@ class Router:
             return
         if self.entries.named(client, number) is not None:
             self._send(client, m.Refused(number, Failure.of(InvalidValue(f"number={number} is live"))))
+            return
+        if self._drains_until is not None:
+            why = "the coordinator is about to stop: it takes no more requests"
+            self._send(client, m.Refused(number, Failure.of(StateError(why))))
             return
         entry = self.entries.add(client, number, frames, keys)
         if known is not None:
@@ -227,6 +247,12 @@ class Router:
                 self.orders.prepared(session, message)
             case m.Answer():
                 self.orders.answered(session, message)
+            case m.Held(is_anew, held, gone):
+                self._chooser.holds(session, is_anew, held, gone, now)
+            case m.Fetch(_, source):
+                self._fetches.ask(session, message, self.orders.holder_of(source, session))
+            case m.Piece():
+                self._fetches.answered(session, message, frames)
             case m.Leave():
                 self._supersede(session, now)
 
@@ -241,8 +267,7 @@ class Router:
             self.entries.retire(entry)
 
     def _parts(self, session: int, parts: m.Parts, frames: Frames) -> None:
-        """New tokens: noted here, and passed on to whom they belong."""
-        by_client: dict[int, tuple[m.Parts, list[bytes]]] = {}
+        """New tokens: noted here, and passed on to whom they belong, with those that wait already."""
         for at, serial in enumerate(parts.numbers):
             entry = self.entries.owned(session, serial)
             if entry is None:
@@ -251,9 +276,11 @@ class Router:
             entry.sample(child).grow(first, token_ids, epoch)
             if entry.client is None:
                 continue
-            found = by_client.get(entry.client)
+            found = self._growing.get(entry.client)
             if found is None:
-                found = by_client[entry.client] = m.Parts([], [], [], [], []), []
+                found = m.Parts([], [], [], [], []), list[bytes]()
+                self._send(entry.client, *found)
+                self._growing[entry.client] = found
             theirs, own = found
             theirs.numbers.append(entry.number)
             theirs.children.append(child)
@@ -261,13 +288,12 @@ class Router:
             theirs.epochs.append(epoch)
             theirs.token_ids.append(token_ids)
             own.append(frames[at])
-        for client, (theirs, own) in by_client.items():
-            self._send(client, theirs, own)
 
     # Losing
 
     def _lost(self, session: int, now: float) -> None:
         """A session is over, whoever it was."""
+        self._fetches.lost(session)
         if self._clients.pop(session, None) is not None:
             self.orders.forget_client(session)
             for ask in [ask for ask, (client, _, _) in self._takes.items() if client == session]:
@@ -348,11 +374,15 @@ class Router:
     def _refusal_of_order(self, order: m.Asked) -> str | None:
         if isinstance(order, cmd.Reset) and len(self.entries):
             return f"reset needs an engine without requests: {len(self.entries)} are outstanding"
+        if isinstance(order, cmd.Reset) and self.orders.num_pins:
+            return f"reset needs an engine without pinned prefixes: {self.orders.num_pins} are not released"
         return None
 
     def _follow_orders(self, now: float) -> None:
         """Do what came of orders: send, answer, let in, send away."""
         orders = self.orders
+        self.outgoing += self._fetches.to_send
+        self._fetches.to_send.clear()
         for session, message in orders.to_send:
             self._send(session, message)
         orders.to_send.clear()
@@ -384,10 +414,17 @@ class Router:
         return replace(answer.stats, paused_ids=paused)
 
     def _send(self, session: int, message: m.Message, frames: Frames = ()) -> None:
+        self._growing.pop(session, None)
         self.outgoing.append((session, message, frames))
+
+    def take_outgoing(self) -> list[tuple[int, m.Message, Frames]]:
+        """What is to be sent now."""
+        taken, self.outgoing = self.outgoing, []
+        self._growing.clear()
+        return taken
 
     def check_idle(self) -> None:
         """Nothing is left of anything. Raises AssertionError."""
-        assert not len(self.entries) and not self.entries.num_bytes and not self._takes
+        assert not len(self.entries) and not self.entries.num_bytes and not self._takes and not len(self._fetches)
         self.entries.check()
         self.orders.check_idle()

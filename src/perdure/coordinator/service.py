@@ -36,6 +36,8 @@ class Service:
         self.endpoint = self._socket.endpoint
         self.coordinator = Coordinator(routing, new_number, time.monotonic())
         self._is_stopping = False
+        self._drain_s: float | None = None
+        """For how long requests may go on before the end; None = it is not near."""
 
     def run(self) -> None:
         coordinator, socket = self.coordinator, self._socket
@@ -49,10 +51,20 @@ class Service:
                     except Exception:
                         log.exception("a packet could not be followed: the session it came in is ended")
                         coordinator.expel(address, now)
+                if self._drain_s is not None:
+                    coordinator.drain(now + self._drain_s)
                 coordinator.tick(now)
                 for address, packet in coordinator.packets(now):
                     if not socket.send(address, packet):
                         coordinator.cut(address, now)
+
+    def drain(self, seconds: float) -> None:
+        """From any thread, or a signal's handler: take no new request, let those that are here go on for so long, then
+        tell everybody to stop. The second time: `stop`."""
+        if self._drain_s is not None:
+            self._is_stopping = True
+        self._drain_s = seconds
+        self._socket.waker.wake()
 
     def stop(self) -> None:
         """From any thread: end without a word. Who waits will call again, and may find another coordinator."""

@@ -3,7 +3,7 @@
 - A socket here keeps nothing: what it cannot take now is as if it had been lost on the way, and is sent again.
 - Beyond this machine's own addresses a shared secret is needed. From it both sides derive the coordinator's key pair
   (CURVE): who does not know the secret does not know the public key either, which never travels, and can neither read
-  nor be understood.
+  nor be understood. A caller notices: its handshakes fail.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import math
 import os
+import re
 import socket
 from collections.abc import Iterator
 from types import TracebackType
@@ -20,6 +21,7 @@ from typing import Self
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from perdure.api.errors import InvalidValue
 
@@ -28,6 +30,18 @@ MOST_QUEUED = 20_000
 """Packets that may wait inside a socket for one peer."""
 LINGER_MS = 500
 LEAST_SECRET = 16
+_IPV4_IN_IPV6 = re.compile(r"\[::ffff:([0-9.]+)\]")
+"""How a socket for both kinds of addresses tells one of the older kind."""
+MOST_HANDSHAKES = 3
+"""Failed ones before the first that succeeds; one may fail because the other side has just gone."""
+
+
+_HANDSHAKES = (
+    zmq.Event.HANDSHAKE_SUCCEEDED
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
 
 
 def checked_endpoint(endpoint: str, secret: str | None) -> str:
@@ -155,7 +169,7 @@ class AnsweringSocket(_Socket):
         except zmq.ZMQError as error:
             self.close()
             raise InvalidValue(f"endpoint={endpoint!r} cannot be bound: {error.strerror}") from None
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = _IPV4_IN_IPV6.sub(r"\1", self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def send(self, address: bytes, frames: list[bytes]) -> bool:
         """False = the connection that this was the address of is gone."""
@@ -163,11 +177,16 @@ class AnsweringSocket(_Socket):
 
 
 class CallingSocket(_Socket):
-    """Everybody else's; it connects again by itself. Raises `InvalidValue`."""
+    """Everybody else's; it connects again by itself. refusal: why it never will. Raises `InvalidValue`."""
 
     def __init__(self, endpoint: str, secret: str | None) -> None:
         checked_endpoint(endpoint, secret)
         super().__init__(zmq.DEALER)
+        self.refusal: str | None = None
+        self._num_failed = 0
+        self._has_succeeded = False
+        self._monitor = self._socket.get_monitor_socket(_HANDSHAKES)
+        self._poller.register(self._monitor, zmq.POLLIN)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if secret is not None:
@@ -179,8 +198,28 @@ class CallingSocket(_Socket):
             self.close()
             raise InvalidValue(f"endpoint={endpoint!r} cannot be connected to: {error.strerror}") from None
 
+    def wait(self, timeout_s: float) -> None:
+        super().wait(timeout_s)
+        while self._monitor.poll(0):
+            self._shaken(zmq.Event(recv_monitor_message(self._monitor)["event"]))
+
+    def _shaken(self, event: zmq.Event) -> None:
+        """How a handshake ended. One success is enough for ever: what fails later is a coordinator that has gone."""
+        if event is zmq.Event.HANDSHAKE_SUCCEEDED:
+            self._has_succeeded = True
+        if self._has_succeeded:
+            return
+        self._num_failed += 1
+        if event is zmq.Event.HANDSHAKE_FAILED_PROTOCOL or self._num_failed >= MOST_HANDSHAKES:
+            self.refusal = "its secret is another: give the secret_file that it has, or none if it has none"
+
     def send(self, frames: list[bytes]) -> None:
         self._send(frames)
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close()
+        super().close()
 
 
 def new_name(kind: str) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from perdure.api.scores import TokenScores
+from perdure.core.prefix_report import PrefixReport
 
 Root = tuple[int, str | None]
 """The weights that pages were begun with, and the salt of their requests."""
@@ -64,6 +65,8 @@ class PrefixIndex:
         """The weights in the roots of now: others than `weights` where those use what earlier ones published."""
         self._keeps = False
         """Whether they do: what hangs under the roots of now may then be of several weights."""
+        self.report: PrefixReport | None = None
+        """For whoever routes requests by what is here."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -117,6 +120,8 @@ class PrefixIndex:
             if isinstance(parent, Node):
                 assert not parent.is_gone
                 parent.children[node] = None
+            if self.report is not None:
+                self.report.published(node)
         return node
 
     def is_current(self, path: Sequence[Node]) -> bool:
@@ -135,7 +140,17 @@ class PrefixIndex:
         self.weights, self._keeps = epoch, keep
         if not keep:
             self._begun_with = epoch
+        if self.report is not None:
+            self.report.begin_anew(self._under_roots_of_now())
         return dropped
+
+    def _under_roots_of_now(self) -> list[Node]:
+        """Parents first."""
+        found = [node for (parent, _), node in self._nodes.items() if isinstance(parent, tuple)]
+        found = [node for node in found if self._root_of(node)[0] == self._begun_with]
+        for node in found:
+            found += node.children
+        return found
 
     def _root_of(self, node: Node) -> Root:
         parent = node.parent
@@ -174,6 +189,8 @@ class PrefixIndex:
 
     def _drop(self, node: Node) -> None:
         del self._nodes[node.key], self._node_of[node.page]
+        if self.report is not None:
+            self.report.forgotten(node)
         node.children.clear()
         node.scores, node.num_top = None, NO_SCORES
 

@@ -229,7 +229,7 @@ class AsyncLLM:
         self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt] | None = None
     ) -> list[RequestOutput]:
         """Score without generating (`LLM.logprobs`). Cancelling the call aborts its requests."""
-        scoring = Scoring(prompts, continuations, self.tokenizer)
+        scoring = Scoring(prompts, continuations, self.tokenizer, self.vocab_size)
         handles = [self._submit(prompt, SCORING) for prompt in scoring.prompts]
         try:
             return scoring.shown([await _result_of(handle, scoring.bare) for handle in handles])

@@ -63,6 +63,12 @@ class Host(Protocol):
     def hold(self, holds: bool) -> None:
         """Whether the loop waits."""
 
+    def take_piece(self, ask: int, first: int, total: int, data: bytes) -> None:
+        """Bytes of the weights that this order brings, asked for by `Bridge.fetch`."""
+
+    def piece(self, source: str, first: int) -> tuple[bytes, int] | None:
+        """Bytes of weights for another replica, and how many there are of all; None = they are not here."""
+
 
 class Here:
     """One request at this replica. number: the coordinator's. num_sent: of each sample, how many tokens the other side
@@ -116,6 +122,8 @@ class Bridge:
         """Questions by the engine's ticket, under the coordinator's number."""
         self._orders: dict[int, Order] = {}
         """As they came: one is sent to the engine when all before it were."""
+        self._pins: dict[int, int] = {}
+        """The engine's tickets, by the coordinator's numbers."""
         self._firsts: list[tuple[m.Message, Frames]] = []
         self._parts = m.Parts([], [], [], [], [])
         self._part_frames: list[bytes] = []
@@ -157,6 +165,30 @@ class Bridge:
                 self._host.hold(False)
                 del self._orders[ask]
                 self._host.forget(ask)
+            case m.Piece(ask, first, total, failure):
+                self._take_piece(ask, first, total, failure, frames)
+            case m.Fetch(ask, source, first):
+                self._give_piece(ask, source, first)
+
+    def fetch(self, ask: int, source: str, first: int) -> None:
+        """The host lacks weights that this order brings."""
+        self._lasts.append((m.Fetch(ask, source, first), ()))
+
+    def _take_piece(self, ask: int, first: int, total: int, failure: Failure | None, frames: Frames) -> None:
+        if ask not in self._orders:
+            return
+        if failure is not None:
+            self.prepared(ask, failure)
+        else:
+            self._host.take_piece(ask, first, total, frames[0])
+
+    def _give_piece(self, ask: int, source: str, first: int) -> None:
+        found = self._host.piece(source, first)
+        if found is None:
+            lost = Failure("StateError", "the weights are not here any more: give them again")
+            self._lasts.append((m.Piece(ask, first, failure=lost), ()))
+        else:
+            self._lasts.append((m.Piece(ask, first, found[1]), [found[0]]))
 
     def _submit(self, number: int, known: m.Known | None, wanted: cmd.Submit) -> None:
         ticket = self._host.ticket()
@@ -195,7 +227,7 @@ class Bridge:
             if one.failure is not None:
                 self._lasts.append((m.Answer(ask, one.failure), ()))
                 continue
-            question = replace(one.order, ticket=self._host.ticket())
+            question = self._named(ask, replace(one.order, ticket=self._host.ticket()))
             self._asks[question.ticket] = (ask, question)
             try:
                 self._host.apply(ask, question)
@@ -203,9 +235,19 @@ class Bridge:
                 del self._asks[question.ticket]
                 self._lasts.append((m.Answer(ask, Failure.of(error)), ()))
 
+    def _named(self, ask: int, question: m.Asked) -> m.Asked:
+        """Pins by the engine's names."""
+        if isinstance(question, cmd.PinPrefix):
+            self._pins[ask] = question.ticket
+        elif isinstance(question, cmd.UnpinPrefix):
+            return cmd.UnpinPrefix(question.ticket, self._pins.pop(question.pin, 0))
+        return question
+
     def lost(self) -> None:
         """The session is over: nothing of it goes on here."""
         self._host.hold(False)
+        for pin in self._pins.values():
+            self._host.send(cmd.UnpinPrefix(self._host.ticket(), pin))
         if self._here:
             self._host.send(cmd.Abort(tickets=list(self._here)))
         for ask in self._orders:
@@ -315,12 +357,12 @@ class Bridge:
 
     def check_idle(self) -> None:
         """Nothing is left of anything. Raises AssertionError."""
-        assert not (self._here or self._tickets or self._asks or self._orders or self._late)
+        assert not (self._here or self._tickets or self._asks or self._orders or self._late or self._pins)
 
 
 def _is_harmless(question: cmd.Command) -> bool:
     """Whether the engine is the same after it."""
-    return isinstance(question, cmd.TakeCheckpoint | cmd.GetStats)
+    return isinstance(question, cmd.TakeCheckpoint | cmd.GetStats | cmd.PinPrefix | cmd.UnpinPrefix)
 
 
 def going_on(request: Request, known: m.Known) -> Checkpoint:

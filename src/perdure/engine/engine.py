@@ -21,6 +21,7 @@ from perdure.api.event import Event, Failure
 from perdure.api.fingerprint import Fingerprint
 from perdure.api.request import Request
 from perdure.core.journal import Journal
+from perdure.core.prefix_report import PrefixReport
 from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import TextCursor
 from perdure.engine.desk import Desk, Receiver, Reply, is_last
@@ -37,9 +38,9 @@ MADE_UP = re.compile(r"request-(\d{1,18})")
 
 
 class Engine(Desk):
-    """Starts its thread when built, and runs until `close`."""
+    """Starts its thread when built, and runs until `close`. report: filled with what its prefix cache comes to hold."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, report: PrefixReport | None = None) -> None:
         super().__init__()
         self.reporter = Reporter(config.progress)
         self.resolved: Resolved = resolve(config)
@@ -54,8 +55,10 @@ class Engine(Desk):
         journal = _open_journal(config, self.resolved)
         self._inbox = Inbox()
         device = self.resolved.device()
+        scheduler = Scheduler(core, self._cursor)
+        scheduler.requests.cache.index.report = report
         self._loop = Loop(
-            Scheduler(core, self._cursor),
+            scheduler,
             device,
             self._inbox,
             self._publish,

@@ -3,7 +3,7 @@
 - They start together and are ready when every replica serves. One that dies is started again; its requests go on
   elsewhere meanwhile.
 - They end with this process, however it ends: each watches an input whose other end is here.
-- Threads of the machine are divided among the replicas, unless the environment says how many each may have.
+- Threads and GPUs of the machine are divided among the replicas (`share`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import tempfile
 import threading
 import time
 from concurrent.futures import TimeoutError as FutureTimeout
-from pathlib import Path
 
 import msgspec
+import torch
 from msgspec.structs import replace
 
 from perdure.api import command as cmd
@@ -30,13 +30,14 @@ from perdure.coordinator import service
 from perdure.coordinator.router import Routing
 from perdure.engine import replica
 from perdure.engine.remote import RemoteEngine
+from perdure.engine.share import environments
 
 log = logging.getLogger("perdure")
 
 START_S = 600.0
 """A large model may take so long to load."""
 STOP_S = 2.0
-"""How long processes may take to end by themselves once they were told to."""
+"""How long all of them may take to end by themselves once they were told to; then they are killed."""
 LEAST_LIFE_S = 5.0
 """One that lives less than this is not started again at once."""
 
@@ -92,22 +93,28 @@ class Child:
         if self.process.stdout is not None:
             self.process.stdout.close()
 
+    def start_again(self) -> None:
+        """It has ended by itself."""
+        self.end(0.0)
+        self.start()
+
 
 class Processes:
     """The coordinator and the replicas, watched by a thread that starts dead ones again."""
 
     def __init__(self, config: EngineConfig) -> None:
+        env, of_replicas = environments(config, os.environ, len(os.sched_getaffinity(0)), torch.cuda.device_count())
         self._folder = tempfile.mkdtemp(prefix="perdure-")
         self.endpoint = f"ipc://{self._folder}/coordinator"
         self._ending = threading.Event()
+        self._watcher: threading.Thread | None = None
         self.children: list[Child] = []
-        env = _environment(config.data_parallel_size)
         try:
             where = service.Settings(self.endpoint, Routing.of(config))
             self.children.append(Child(service.__name__, where, env))
             for index in range(config.data_parallel_size):
-                settings = replica.Settings(_of_replica(config, index), self.endpoint)
-                self.children.append(Child(replica.__name__, settings, env))
+                settings = replica.Settings(of_replica(config, index), self.endpoint, folder=self._folder)
+                self.children.append(Child(replica.__name__, settings, of_replicas[index]))
             for child in self.children:
                 child.ready()
         except BaseException:
@@ -123,13 +130,17 @@ class Processes:
                     log.warning(
                         "process %d ended with code %d: started again", child.process.pid, child.process.returncode
                     )
-                    child.start()
+                    child.start_again()
+
+    def leave(self) -> None:
+        """Start nothing again: from now on they are meant to end."""
+        self._ending.set()
+        if self._watcher is not None:
+            self._watcher.join()
 
     def end(self, timeout_s: float = STOP_S) -> None:
         """Leave no process behind."""
-        self._ending.set()
-        if self.children and hasattr(self, "_watcher"):
-            self._watcher.join()
+        self.leave()
         give_up_at = time.monotonic() + timeout_s
         for child in self.children:
             if child.process.stdin is not None:
@@ -157,27 +168,20 @@ class LocalEngine(RemoteEngine):
             self._processes.end()
             raise
 
-    def close(self) -> None:
+    def close(self, farewell_s: float = STOP_S) -> None:
         """Every request ends with what it has, then the replicas and the coordinator."""
+        give_up_at = time.monotonic() + farewell_s
+        self._processes.leave()
         if self._dead is None:
-            stopped = self.ask(cmd.Stop)
             try:
-                stopped.result(STOP_S)
+                self.ask(cmd.Stop).result(farewell_s)
             except (PerdureError, FutureTimeout) as error:
                 log.warning("replicas did not stop by themselves: %s", error)
-        super().close()
-        self._processes.end()
+        super().close(give_up_at - time.monotonic())
+        self._processes.end(give_up_at - time.monotonic())
 
 
-def _of_replica(config: EngineConfig, index: int) -> EngineConfig:
+def of_replica(config: EngineConfig, index: int) -> EngineConfig:
+    """What one of several is told to be."""
     journal = None if config.journal is None else f"{config.journal}.{index}"
     return replace(config, replica=config.replica + index, data_parallel_size=1, journal=journal, progress=False)
-
-
-def _environment(num_replicas: int) -> dict[str, str]:
-    """Ours, with the place where this package lies and each replica's share of the threads."""
-    env = dict(os.environ)
-    here = str(Path(__file__).parents[2])
-    env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [env.get("PYTHONPATH")])])
-    env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_replicas)))
-    return env

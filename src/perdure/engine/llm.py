@@ -125,7 +125,7 @@ class LLM:
         With continuations, one a prompt, these are scored instead, each given its prompt: they stand in `outputs[0]`
         as if they had been generated. Refusals are as in `generate`.
         """
-        scoring = Scoring(prompts, continuations, self.tokenizer)
+        scoring = Scoring(prompts, continuations, self.tokenizer, self.vocab_size)
         return scoring.shown(self._generate(scoring.prompts, scoring.bare, SCORING))
 
     def _generate(

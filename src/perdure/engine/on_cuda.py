@@ -9,6 +9,7 @@ import torch
 from perdure.api.config import CoreConfig, EngineConfig
 from perdure.api.errors import InvalidValue
 from perdure.models.weights import LoadedModel
+from perdure.runner.cuda.arena import MANAGED_MOST
 from perdure.runner.grammars import Grammars
 from perdure.runner.shapes import ShapeRules
 
@@ -24,6 +25,8 @@ def room_for_pages(config: EngineConfig, loaded: LoadedModel, max_model_len: int
     peak = _largest_step(config, loaded, max_model_len)
     free, whole = torch.cuda.mem_get_info()
     left = int(whole * config.gpu_memory_utilization) - (whole - free) - peak - FOR_GRAPHS
+    if config.kv_memory == "managed":
+        left = min(left, MANAGED_MOST)
     if left <= 0:
         raise InvalidValue(
             f"gpu_memory_utilization={config.gpu_memory_utilization}: weights and a step of "
@@ -67,16 +70,7 @@ def _runner(
     assert config.max_num_batched_tokens is not None
     rules = None
     if captures and config.num_cuda_graphs != 0 and config.attention_backend != "reference":
-        rules = ShapeRules(
-            max_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
-            max_len=max_model_len,
-            max_tokens=config.max_num_batched_tokens,
-            num_graphs=config.num_cuda_graphs,
-            sizing=config.cuda_graph_sizing,
-            most_tokens=config.cuda_graph_max_tokens,
-            mixed_prefills=config.cuda_graph_mixed_prefill,
-            all_prefills=config.cuda_graph_all_prefills,
-        )
+        rules = ShapeRules.of(config, max_model_len)
     try:
         return CudaRunner(
             loaded.model,
@@ -89,6 +83,7 @@ def _runner(
             dtype=loaded.dtype,
             attention_backend=config.attention_backend,
             sampling_backend=config.sampling_backend,
+            has_managed_pages=config.kv_memory == "managed",
             rules=rules,
             weights=loaded.weights,
             grammars=grammars,
@@ -99,10 +94,11 @@ def _runner(
 
 def describe(config: EngineConfig, runner: CudaRunner) -> dict[str, Any]:
     """What is said of a GPU beside what is said of every device."""
-    captured = [] if runner.graphs is None else [shape.num_tokens for shape in runner.graphs.shapes]
+    captured = [] if runner.shapes is None else [shape.num_tokens for shape in runner.shapes.shapes]
     words = f"{len(captured)}, of up to {max(captured)} tokens" if captured else "none: every step runs eagerly"
     return {
         "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_memory": config.kv_memory,
         "cuda_graphs": words,
         "cuda_graph_sizing": config.cuda_graph_sizing,
     }

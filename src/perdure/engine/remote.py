@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
-from perdure.api.errors import EngineDead, InvalidValue, StateError, described
+from perdure.api.errors import EngineDead, InvalidValue, described
 from perdure.api.event import Failure
 from perdure.api.request import Request, RequestId
 from perdure.coordinator import messages as m
@@ -31,16 +31,17 @@ from perdure.coordinator.service import new_number
 from perdure.coordinator.sessions import Arrived, Caller
 from perdure.coordinator.wire import CallingSocket, new_name
 from perdure.engine.desk import Desk, Receiver
+from perdure.engine.given import GivenTensors
 from perdure.engine.progress import Reporter
-from perdure.engine.prompts import Prompt
 from perdure.engine.replica import Details
 from perdure.engine.tokenizer import Tokenizer, load_tokenizer
+from perdure.models.store import store_of_tensors
 from perdure.models.weight_set import Source
 
 PATIENCE_S = 60.0
 """How long a client hears nothing before it gives up."""
 FAREWELL_S = 2.0
-"""How long a client that goes waits for the ends of its requests."""
+"""How long a client that goes waits for the ends of its requests, unless it says otherwise."""
 MOST_UNSENT = 64 * 2**20
 """Bytes on the way to the coordinator; who submits more waits."""
 
@@ -72,6 +73,8 @@ class RemoteEngine(Desk):
         self._submissions = Submissions(page_size=1)
         self._commands: deque[tuple[cmd.Command, str | None]] = deque()
         self._sources: dict[int, str] = {}
+        self._given: dict[str, GivenTensors] = {}
+        """Weights of orders that are not answered, by their sources."""
         self._names: dict[RequestId, int] = {}
         self._details: Details | None = None
         self._num_serving = 0
@@ -89,7 +92,7 @@ class RemoteEngine(Desk):
                 self._patience_s,
             )
             details, dead = self._details, self._dead
-        refused = self._caller.refused
+        refused = self._refused
         if details is None or dead is not None or self._num_serving < self._wanted:
             self.close()
             if refused is not None:
@@ -136,16 +139,20 @@ class RemoteEngine(Desk):
     def update_weights(
         self, source: Source | None, epoch: int | None, cache: cmd.CachePolicy, in_flight: cmd.InFlightPolicy
     ) -> Future[object]:
-        """Replicas read files: tensors of this process do not reach them."""
+        """A path is one on the replicas' machines. Tensors go there from here: they must stay as they are until the
+        order is answered."""
         order = self._order_to_update(source is not None, epoch, cache, in_flight)
-        if source is not None:
-            if isinstance(source, Mapping) or not isinstance(source, str | Path):
-                raise InvalidValue("weights: replicas load them from a directory or a GGUF file, which they can reach")
+        if source is None:
+            return self._ask(order)
+        if isinstance(source, str | Path):
             self._sources[order.ticket] = str(source)
-        return self._ask(order)
-
-    def pin(self, prompt: Prompt) -> tuple[int, Future[object]]:
-        raise StateError("pin_prefix holds pages of one engine: behind a coordinator there are several")
+            return self._ask(order)
+        given = GivenTensors(store_of_tensors(source.items() if isinstance(source, Mapping) else source))
+        name = f"{m.OF_TENSORS}{new_name('set')}"
+        self._sources[order.ticket], self._given[name] = name, given
+        future = self._ask(order)
+        future.add_done_callback(lambda answered: self._given.pop(name))
+        return future
 
     def _put(self, commands: Sequence[cmd.Command]) -> None:
         for command in commands:
@@ -153,14 +160,15 @@ class RemoteEngine(Desk):
             self._commands.append((command, source))
         self._socket.waker.wake()
 
-    def close(self) -> None:
-        """Requests of this client end with what they have; the replicas go on serving others."""
+    def close(self, farewell_s: float = FAREWELL_S) -> None:
+        """Requests of this client end with what they have; the replicas go on serving others. farewell_s: how long that
+        may take."""
         self._is_closing = True
         if threading.current_thread() is not self._thread and self._details is not None:
             with contextlib.suppress(EngineDead):
                 self.send(cmd.Abort(everything=True))
             with self._changed:
-                self._changed.wait_for(lambda: self._dead is not None or not self._receivers, FAREWELL_S)
+                self._changed.wait_for(lambda: self._dead is not None or not self._receivers, farewell_s)
         self._is_closed = True
         self._socket.waker.wake()
         if threading.current_thread() is not self._thread:
@@ -168,11 +176,16 @@ class RemoteEngine(Desk):
 
     # The client's thread
 
+    @property
+    def _refused(self) -> str | None:
+        """Why the coordinator does not want us."""
+        return self._caller.refused or self._socket.refusal
+
     def _run(self) -> None:
         reason = "the client is closed"
         try:
             with self._socket:
-                while not self._is_closed and self._caller.refused is None:
+                while not self._is_closed and self._refused is None:
                     self._turn()
                     if time.monotonic() - self._caller.heard_at > self._patience_s:
                         reason = f"no word from the coordinator at {self.endpoint} for {self._patience_s:g} s"
@@ -199,10 +212,13 @@ class RemoteEngine(Desk):
         now = time.monotonic()
         for frames in socket.received():
             for happening in caller.take(frames, now):
-                if isinstance(happening, Arrived) and isinstance(happening.message, m.Welcome):
-                    self._welcomed(happening.message, happening.frames)
-                else:
-                    self._deliver(submissions.happened(happening, now), now)
+                match happening:
+                    case Arrived(_, m.Welcome() as welcome, own):
+                        self._welcomed(welcome, own)
+                    case Arrived(_, m.Fetch() as fetch, _):
+                        self._give(fetch)
+                    case _:
+                        self._deliver(submissions.happened(happening, now), now)
         while self._commands:
             command, source = self._commands.popleft()
             self._deliver(self._send_on(command, source), now)
@@ -224,6 +240,15 @@ class RemoteEngine(Desk):
                 self._submissions.page_size = self._details.page_size
             self._num_serving = welcome.num_replicas
             self._changed.notify_all()
+
+    def _give(self, fetch: m.Fetch) -> None:
+        """A replica asks for weights. Those of an order that was answered need not come any more."""
+        given = self._given.get(fetch.source)
+        if given is None:
+            gone = Failure("StateError", "the weights are not here any more: give them again")
+            self._caller.send(m.Piece(fetch.ask, fetch.first, failure=gone))
+        else:
+            self._caller.send(m.Piece(fetch.ask, fetch.first, given.num_bytes), [given.piece(fetch.first)])
 
     def _send_on(self, command: cmd.Command, source: str | None) -> list[Told]:
         """Names become tickets here."""

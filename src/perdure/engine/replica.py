@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -30,10 +31,13 @@ from perdure.api.event import Event, Failure
 from perdure.coordinator import messages as m
 from perdure.coordinator.parent import end_with_input, first_line
 from perdure.coordinator.service import new_number
-from perdure.coordinator.sessions import Caller
+from perdure.coordinator.sessions import Caller, Opened
 from perdure.coordinator.wire import CallingSocket, new_name, read_secret
+from perdure.core.prefix_report import PrefixReport
 from perdure.engine.bridge import Bridge, Condition
 from perdure.engine.engine import Engine
+from perdure.engine.given import TakenTensors, Taking
+from perdure.engine.holdings import Holdings
 from perdure.models.store import Store
 
 log = logging.getLogger("perdure")
@@ -56,8 +60,10 @@ class Details(msgspec.Struct, frozen=True):
 class EngineHost:
     """The engine as a bridge sees it, and the receiver of all its events. `events` is filled on the engine's thread."""
 
-    def __init__(self, engine: Engine, wake: Any) -> None:
+    def __init__(self, engine: Engine, wake: Any, folder: str | None) -> None:
         self.engine = engine
+        self.wanted: deque[tuple[int, str, int]] = deque()
+        """Weights to fetch: order, source, from which byte on."""
         self.events: deque[tuple[Event, float, Condition | None]] = deque()
         self.prepared: deque[tuple[int, Failure | None]] = deque()
         self.condition = Condition(*cast("tuple[m.EngineState, int, Any]", engine.condition()))
@@ -65,6 +71,8 @@ class EngineHost:
         self.is_dead = False
         """Nothing more comes of the engine."""
         self._wake = wake
+        self._tensors = TakenTensors(folder)
+        self._taking: dict[int, Taking] = {}
         self._opened: dict[int, tuple[str, Store]] = {}
         self._sources: dict[int, str] = {}
         self._opener = ThreadPoolExecutor(1, "perdure-weights")
@@ -78,7 +86,9 @@ class EngineHost:
             condition = self.condition = Condition(*cast("tuple[m.EngineState, int, Any]", self.engine.condition()))
             source = self._sources.pop(event.ticket, None)
             if source is not None and event.failure is None:
-                self.source = source
+                before, self.source = self.source, source
+                if before != source:
+                    self._tensors.drop(before)
         self.events.append((event, time, condition))
         if len(self.events) == 1:
             self._wake()
@@ -99,7 +109,7 @@ class EngineHost:
             elif isinstance(command, cmd.Abort):
                 self.engine.send(command)
             else:
-                assert isinstance(command, cmd.TakeCheckpoint)
+                assert isinstance(command, cmd.TakeCheckpoint | cmd.UnpinPrefix)
                 self.engine.inquire(command, self)
         except EngineDead:
             self.is_dead = True
@@ -109,17 +119,34 @@ class EngineHost:
             self.events.append((ev.Refused(request.ticket, request.request_id, Failure.of(error)), 0.0, None))
 
     def prepare(self, ask: int, order: m.Asked, source: str | None) -> None:
-        if isinstance(order, cmd.UpdateWeights) and order.has_weights:
-            self._opener.submit(self._open, ask, source)
-        else:
+        if not (isinstance(order, cmd.UpdateWeights) and order.has_weights):
             self.prepared.append((ask, None))
+        elif source is None or not source.startswith(m.OF_TENSORS):
+            self._opener.submit(self._open, ask, source, source)
+        elif (directory := self._tensors.find(source)) is not None:
+            self._opener.submit(self._open, ask, source, directory)
+        else:
+            self._taking[ask] = self._tensors.begin(source)
+            self.wanted.append((ask, source, 0))
 
-    def _open(self, ask: int, source: str | None) -> None:
+    def take_piece(self, ask: int, first: int, total: int, data: bytes) -> None:
+        taking = self._taking[ask]
+        assert first == taking.num_bytes
+        taking.take(data)
+        if taking.num_bytes < total and data:
+            self.wanted.append((ask, taking.source, taking.num_bytes))
+        else:
+            self._opener.submit(self._open, ask, taking.source, self._taking.pop(ask).finish())
+
+    def piece(self, source: str, first: int) -> tuple[bytes, int] | None:
+        return self._tensors.given(source, first)
+
+    def _open(self, ask: int, source: str | None, path: str | Path | None) -> None:
         failure = None
         try:
-            if source is None:
+            if source is None or path is None:
                 raise InvalidValue("weights=None: replicas load weights from a directory or a GGUF file")
-            self._opened[ask] = source, self.engine.resolved.loaded.weights.open(source)
+            self._opened[ask] = source, self.engine.resolved.loaded.weights.open(path)
         except PerdureError as error:
             failure = Failure.of(error)
         except Exception as error:
@@ -136,23 +163,37 @@ class EngineHost:
             self.engine.inquire(order, self)
 
     def forget(self, ask: int) -> None:
-        self._opened.pop(ask, None)
+        opened = self._opened.pop(ask, None)
+        if opened is not None and opened[0] != self.source:
+            self._tensors.drop(opened[0])
+        if (taking := self._taking.pop(ask, None)) is not None:
+            taking.drop()
 
     def hold(self, holds: bool) -> None:
         self.engine.hold(holds)
 
     def close(self) -> None:
         self._opener.shutdown(cancel_futures=True)
+        self._tensors.close()
 
 
 class Replica:
-    """endpoint: the coordinator's. Loads the model at once; `run` serves until it is told to go."""
+    """endpoint: the coordinator's. Loads the model at once; `run` serves until it is told to go. folder: for weights
+    that come as tensors, None = one of its own."""
 
-    def __init__(self, config: EngineConfig, endpoint: str, secret: str | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, endpoint: str, secret: str | None = None, folder: str | None = None
+    ) -> None:
         self._socket = CallingSocket(endpoint, secret)
         self._config = config
-        self.engine = Engine(replace(config, data_parallel_size=1))
-        self._host = EngineHost(self.engine, self._socket.waker.wake)
+        report = PrefixReport()
+        try:
+            self.engine = Engine(replace(config, data_parallel_size=1), report)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._holdings = Holdings(report.changes)
+        self._host = EngineHost(self.engine, self._socket.waker.wake, folder)
         self._bridge = Bridge(self._host)
         self._name = new_name("replica")
         self._caller = Caller(new_number, self._hello, time.monotonic())
@@ -196,8 +237,8 @@ class Replica:
             with self._socket:
                 while not (self._bridge.is_stopped or self._is_leaving or self._host.is_dead):
                     self._turn()
-                    if caller.refused is not None:
-                        raise InvalidValue(f"the coordinator refuses this replica: {caller.refused}")
+                    if (refused := caller.refused or self._socket.refusal) is not None:
+                        raise InvalidValue(f"the coordinator refuses this replica: {refused}")
                 if caller.link is not None and not self._bridge.is_stopped:
                     caller.send(m.Leave())
                 give_up_at = time.monotonic() + FAREWELL_S
@@ -216,6 +257,10 @@ class Replica:
         for frames in socket.received():
             for happening in caller.take(frames, now):
                 bridge.happened(happening)
+                if isinstance(happening, Opened):
+                    self._holdings.begin()
+        while host.wanted:
+            bridge.fetch(*host.wanted.popleft())
         while host.prepared:
             bridge.prepared(*host.prepared.popleft())
         while host.events:
@@ -224,6 +269,8 @@ class Replica:
             if caller.link is not None:
                 caller.send(message, own)
         if caller.link is not None:
+            for held in self._holdings.messages(now):
+                caller.send(held)
             caller.link.pulse = m.Beat(self.engine.num_steps, bridge.has_work and not self.engine.is_waiting)
         for packet in caller.packets(now):
             socket.send(packet)
@@ -243,18 +290,21 @@ def serve(endpoint: str, secret_file: str | None, config: EngineConfig, say: Cal
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What a process of its own is told on its first line of input."""
+    """What a process of its own is told. num_threads: None = as its environment says. folder: for weights that come as
+    tensors."""
 
     config: EngineConfig
     endpoint: str
     secret: str | None = None
+    num_threads: int | None = None
+    folder: str | None = None
 
 
 def main() -> int:
     """A replica that goes with the process that started it."""
     settings = msgspec.json.decode(first_line(), type=Settings)
     try:
-        replica = Replica(settings.config, settings.endpoint, settings.secret)
+        replica = Replica(settings.config, settings.endpoint, settings.secret, settings.folder)
     except PerdureError as error:
         print(msgspec.json.encode(Failure.of(error)).decode(), flush=True)
         return 2

@@ -25,6 +25,7 @@ from perdure.runner.base import Device
 from perdure.runner.grammars import Grammars
 from perdure.runner.kv_store import kv_bytes_per_page
 from perdure.runner.runner import Runner
+from perdure.runner.shapes import ShapeRules
 from perdure.runner.worker import ThreadedRunner
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ def _for_device(config: EngineConfig) -> EngineConfig:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
         raise InvalidValue(f"device='cuda': torch {torch.__version__} finds no CUDA device here")
+    if device == "cpu" and config.kv_memory == "managed":
+        raise InvalidValue("kv_memory='managed' is for device='cuda': on a CPU there is one memory")
     most, invariant = config.max_num_batched_tokens, config.batch_invariant
     return replace(
         config,
@@ -176,6 +179,7 @@ def _runner(config: EngineConfig, core: CoreConfig, loaded: LoadedModel, grammar
         batch_invariant=bool(config.batch_invariant),
         attention_backend=config.attention_backend,
         row_tile=loaded.kernels.row_tile,
+        rules=ShapeRules.of(config, core.max_model_len) if config.num_cuda_graphs > 0 else None,
         weights=loaded.weights,
         grammars=grammars,
     )

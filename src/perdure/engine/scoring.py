@@ -30,9 +30,11 @@ class Scoring:
         prompts: Prompt | Sequence[Prompt],
         continuations: Prompt | Sequence[Prompt] | None,
         tokenizer: Tokenizer | None,
+        vocab_size: int,
     ) -> None:
         batch, self.bare = as_batch(prompts)
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._tails = None if continuations is None else self._ids_of(continuations, len(batch))
         tails: Sequence[list[int] | InvalidValue] = self._tails or [[] for _ in batch]
         self.prompts = [self._joined(prompt, tail) for prompt, tail in zip(batch, tails, strict=True)]
@@ -50,9 +52,14 @@ class Scoring:
 
     def _tail(self, at: int, given: Prompt) -> list[int] | InvalidValue:
         try:
-            return token_ids_of(given, self._tokenizer, add_special_tokens=False)[0]
+            ids = token_ids_of(given, self._tokenizer, add_special_tokens=False)[0]
         except InvalidValue as error:
             return InvalidValue(f"continuations[{at}]: {error}")
+        for position, token in enumerate(ids):
+            if not 0 <= token < self._vocab_size:
+                limits = f"is not a token id of this model: 0 to {self._vocab_size - 1}"
+                return InvalidValue(f"continuations[{at}][{position}]={token} {limits}")
+        return ids
 
     def _joined(self, prompt: Prompt, tail: list[int] | InvalidValue) -> PromptOrError:
         try:

@@ -139,7 +139,12 @@ class StreamBuilder:
         """Where each decoded token's text begins."""
         self._scores = TokenScores(listed_ids=params.logprob_token_ids) if params.asks_scores else None
         self._epochs: list[tuple[int, int]] = []
-        self._text = ""
+        self._num_chars = 0
+        self._pieces: list[str] = []
+        """The text that parts are made of: all of it with `cumulative`, else what no part has shown yet."""
+        self._ending = ""
+        """Its end, as much as a stop string could have begun in."""
+        self._longest_stop = max(map(len, params.stop), default=0)
         self._ids_out = 0
         self._text_out = 0
 
@@ -153,15 +158,16 @@ class StreamBuilder:
         num_ids, text_end = self._certain()
         if num_ids - self._ids_out < self._interval:
             return None
-        completion = self._part(self._token_ids, self._scores, self._epochs, self._text, num_ids, text_end)
+        text = self._text_to(text_end)
+        completion = self._part(self._token_ids, self._scores, self._epochs, text, num_ids)
         return RequestOutput(self._request.request_id, [completion], finished=False)
 
     def end(self, final: CompletionOutput) -> CompletionOutput:
         """The last part: what the result has beyond the parts before."""
         if self._cumulative:
             return final
-        num_ids, text_end = len(final.token_ids), len(final.text)
-        last = self._part(final.token_ids, final.logprobs, final.weight_epochs, final.text, num_ids, text_end)
+        text = final.text[self._text_out :]
+        last = self._part(final.token_ids, final.logprobs, final.weight_epochs, text, len(final.token_ids))
         return replace(last, finish_reason=final.finish_reason, stop_reason=final.stop_reason)
 
     def _certain(self) -> tuple[int, int]:
@@ -170,22 +176,38 @@ class StreamBuilder:
         text_ids = len(self._token_ids) - (0 if self._include_stop else held_ids)
         if self._cursor is not None:
             for token in self._token_ids[len(self._begins) : text_ids]:
-                self._begins.append(len(self._text))
-                self._text += self._cursor.push([token])
-        text_end = len(self._text) - (0 if self._include_stop else self._begun_string())
+                self._add(self._cursor.push([token]))
+        text_end = self._num_chars - (0 if self._include_stop else self._begun_string())
         num_ids = len(self._token_ids)
         if self._strip:
             num_ids -= held_ids
             if self._stops:
-                num_ids = min(num_ids, bisect_left(self._begins, len(self._text) - self._begun_string()))
+                num_ids = min(num_ids, bisect_left(self._begins, self._num_chars - self._begun_string()))
         return num_ids, text_end
+
+    def _add(self, piece: str) -> None:
+        """One token's text."""
+        self._begins.append(self._num_chars)
+        if piece:
+            self._num_chars += len(piece)
+            self._pieces.append(piece)
+            if self._longest_stop:
+                self._ending = (self._ending + piece)[-self._longest_stop :]
+
+    def _text_to(self, text_end: int) -> str:
+        """What a part shows, up to here. Text that was shown stays so."""
+        text, first = "".join(self._pieces), 0 if self._cumulative else self._text_out
+        self._text_out = max(self._text_out, text_end)
+        shown = text[: self._text_out - first]
+        self._pieces = [text if self._cumulative else text[len(shown) :]]
+        return shown
 
     def _begun_sequence(self) -> int:
         """Length of the longest end of the ids that begins a stop sequence."""
         return max((_overlap(self._token_ids, s) for s in self._sequences), default=0)
 
     def _begun_string(self) -> int:
-        return max((_overlap(self._text, stop) for stop in self._stops), default=0)
+        return max((_overlap(self._ending, stop) for stop in self._stops), default=0)
 
     def _part(
         self,
@@ -194,14 +216,12 @@ class StreamBuilder:
         epochs: list[tuple[int, int]],
         text: str,
         num_ids: int,
-        text_end: int,
     ) -> CompletionOutput:
-        first_id, first_text = (0, 0) if self._cumulative else (self._ids_out, self._text_out)
-        self._ids_out, self._text_out = num_ids, max(self._text_out, text_end)
+        first_id, self._ids_out = 0 if self._cumulative else self._ids_out, num_ids
         part_scores = None if scores is None else _spelled(scores.cut(first_id, num_ids), self._tokenizer)
         return CompletionOutput(
             index=self._child,
-            text=text[first_text : self._text_out],
+            text=text,
             token_ids=token_ids[first_id:num_ids],
             logprobs=part_scores,
             weight_epochs=[(first, epoch) for first, epoch in epochs if first_id <= first < num_ids],

@@ -1,15 +1,14 @@
 """From a plan's columns and the device rows to the flat arrays that one forward pass takes.
 
 - Work is O(rows) numpy calls on columns, never a Python step a token.
-- Rows are packed in the plan's order; where products want whole tiles of rows the token count is padded, and padding
-  writes no keys and belongs to no row.
+- Rows are packed in the plan's order. A step may be padded to more tokens, which write no keys and belong to no row.
 
-Shapes: R rows of the plan, N tokens, M = N padded, T targets (prompt tokens to score), S rows to sample.
+Shapes: R rows of the plan, N tokens, M = N or, padded, more, T targets (prompt tokens to score), S rows to sample.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,14 +44,23 @@ class PackedStep:
     sampled_hidden: Ints  # [S] packed row of each one's last position
     targets: Targets
 
+    def padded(self, num_tokens: int) -> PackedStep:
+        """With M = num_tokens."""
+        missing = num_tokens - len(self.token_ids)
+        if not missing:
+            return self
+        zeros = np.zeros(missing, np.int64)
+        ids, positions = (np.concatenate([column, zeros]) for column in (self.token_ids, self.positions))
+        return replace(self, token_ids=ids, positions=positions)
+
     def attention(self, rows: RowStore, page_size: int) -> AttentionRows:
         """The rows as attention on the host takes them, with the pages they use."""
         num_pages = -(-int(self.ends.max(initial=0)) // page_size)
         return AttentionRows(self.offsets, self.starts, rows.block_table[self.slots, :num_pages])
 
 
-def pack(plan: StepPlan, rows: RowStore, page_size: int, row_tile: int) -> PackedStep:
-    """The plan as arrays; its deltas must have been applied to rows. row_tile: pad the token count to a multiple."""
+def pack(plan: StepPlan, rows: RowStore, page_size: int) -> PackedStep:
+    """The plan as arrays; its deltas must have been applied to rows."""
     slots = np.array(plan.slot, np.int64)
     lengths = np.array(plan.length, np.int64)
     starts = np.array(plan.start, np.int64)
@@ -64,16 +72,14 @@ def pack(plan: StepPlan, rows: RowStore, page_size: int, row_tile: int) -> Packe
     ends = starts + lengths
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     num_tokens = int(offsets[-1])
-    token_ids = np.zeros(-(-num_tokens // row_tile) * row_tile, np.int64)
-    positions = np.zeros_like(token_ids)
-
-    positions[:num_tokens] = np.arange(num_tokens) + np.repeat(starts - offsets[:-1], lengths)
+    positions = np.arange(num_tokens) + np.repeat(starts - offsets[:-1], lengths)
     given = np.repeat(~on_device, lengths)
     assert len(plan.tokens) == np.count_nonzero(given), "a row's tokens are missing from the plan"
-    token_ids[:num_tokens][given] = plan.tokens
+    token_ids = np.empty(num_tokens, np.int64)
+    token_ids[given] = plan.tokens
     token_ids[offsets[:-1][on_device]] = rows.last_token[slots[on_device]]
 
-    page, inside = np.divmod(positions[:num_tokens], page_size)
+    page, inside = np.divmod(positions, page_size)
     kv_slots = rows.block_table[np.repeat(slots, lengths), page] * page_size + inside
     sampled = np.flatnonzero(plan.sample)
     return PackedStep(

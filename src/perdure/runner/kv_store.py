@@ -89,15 +89,15 @@ class KVStore:
         if self._away is None:
             return
         away, copy = self._away
-        if list(pages) != away:
-            copy = copy.index_select(3, torch.from_numpy(np.searchsorted(away, pages)))
-        self._bring(pages, copy)
+        is_all = list(pages) == away
+        self._bring(pages, copy, None if is_all else torch.from_numpy(np.searchsorted(away, pages)))
         self._away = None
 
     def _copied(self, pages: Sequence[int]) -> torch.Tensor:
         """The content of these pages, somewhere else."""
         return self._pool.index_select(3, torch.tensor(pages, dtype=torch.int64))
 
-    def _bring(self, pages: Sequence[int], copy: torch.Tensor) -> None:
-        """Put it into these pages."""
+    def _bring(self, pages: Sequence[int], copy: torch.Tensor, chosen: torch.Tensor | None) -> None:
+        """Put it into these pages. chosen: which of the copy's they are; None = all."""
+        copy = copy if chosen is None else copy.index_select(3, chosen)
         self._pool.index_copy_(3, torch.tensor(pages, dtype=torch.int64), copy)

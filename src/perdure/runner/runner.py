@@ -25,12 +25,13 @@ from perdure.ops.native import library
 from perdure.runner.failed_rows import FailedRows, with_rows, without_rows
 from perdure.runner.functions import Functions
 from perdure.runner.grammars import Grammars
-from perdure.runner.inputs import pack
+from perdure.runner.inputs import PackedStep, pack
 from perdure.runner.kv_store import KVStore
 from perdure.runner.masks import Masks
 from perdure.runner.memory import Memory
 from perdure.runner.row_store import RowStore
 from perdure.runner.sampler import Sampler, ScoreEntries
+from perdure.runner.shapes import ShapeRules, ShapeSet
 
 
 class Runner:
@@ -40,7 +41,8 @@ class Runner:
     `attention` says it with everything that its bits depend on.
     weights: of the model, for directives about them; None = there are none.
     grammars: what rows with structured outputs are held to; None = there are no such rows.
-    row_tile: pad a step's rows to a multiple of it, where the model's products would do it otherwise.
+    row_tile: pad a step's rows to a multiple of it, where the model's products would do it otherwise. rules: of shapes
+    to pad steps to; None = to none.
     ValueError: an unknown backend, or one that cannot do what was asked or what the model needs.
     """
 
@@ -55,6 +57,7 @@ class Runner:
         batch_invariant: bool = True,
         attention_backend: str = "auto",
         row_tile: int = 1,
+        rules: ShapeRules | None = None,
         weights: WeightSet | None = None,
         grammars: Grammars | None = None,
     ) -> None:
@@ -71,6 +74,7 @@ class Runner:
         self.sampling_backend = "torch"
         self.attention = ", ".join(dict.fromkeys(form.kernel for form in self._forms.values()))
         self._row_tile = row_tile
+        self.shapes = None if rules is None else ShapeSet(rules)
         self._native = library()
         self._failed = FailedRows()
         self._kv = KVStore(config, num_pages, page_size)
@@ -127,6 +131,15 @@ class Runner:
         until their slot gets another request."""
         self._failed.add(slots, message)
 
+    def _physical(self, step: PackedStep) -> int:
+        """How many tokens the step is padded to."""
+        num_tokens, lengths = len(step.token_ids), np.diff(step.offsets)
+        num_prompts = int(np.count_nonzero(lengths > 1))
+        if self.shapes is not None:
+            shape = self.shapes.take(num_tokens, num_prompts, len(lengths) - num_prompts)
+            num_tokens = num_tokens if shape is None else shape.num_tokens
+        return -(-num_tokens // self._row_tile) * self._row_tile
+
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepOutput:
         if self._native is not None:
@@ -140,7 +153,8 @@ class Runner:
         if not plan.slot:
             return StepOutput(plan.step, [], [], ScoreColumns.empty(), ScoreColumns.empty(), [])
 
-        step = pack(plan, self._rows, self._shape.page_size, self._row_tile)
+        step = pack(plan, self._rows, self._shape.page_size)
+        step = step.padded(self._physical(step))
         self._rows.advance(step.slots, step.ends)
         attention = step.attention(self._rows, self._shape.page_size)
         planned = {kind: form.plan(attention) for kind, form in self._forms.items()}

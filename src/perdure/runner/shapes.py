@@ -3,6 +3,7 @@
 - A shape is so many tokens with so many rows that may be prompts and so many that decode; a step is padded to it.
 - Three rules say which numbers of tokens there are: halves of the most ("exponential"), even steps ("linear"), and the
   first for steps with prompts with the second for those without ("hybrid").
+- A GPU captures the shapes; on a CPU steps are padded to them where somebody asks, so that the rules are seen at work.
 
 The rules are those of Megatron's inference engine, so that what is known of its sets holds here.
 """
@@ -10,12 +11,16 @@ The rules are those of Megatron's inference engine, so that what is known of its
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, log2
 from typing import Literal
 
+from perdure.api.config import EngineConfig
+
 Sizing = Literal["exponential", "linear", "hybrid"]
 AS_MANY_AS_FIT = -1
+INVARIANT_MULTIPLE = 64
+"""Of a step's tokens where its rows' bits must not depend on how many there are."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,7 +42,7 @@ class ShapeRules:
 
     max_rows, max_len, max_tokens: of requests in a step, of a request, of tokens in a step. num_graphs: how many sizes
     a set has; -1 = as the rule has them. most_tokens: of a graph, unless all_prefills. mixed_prefills: how many prompts
-    a step with both kinds may hold; 0 = only steps that decode are captured.
+    a step with both kinds may hold; 0 = only steps that decode are captured. multiple: of which tokens come in a step.
     """
 
     max_rows: int
@@ -48,6 +53,24 @@ class ShapeRules:
     most_tokens: int
     mixed_prefills: int = 0
     all_prefills: bool = False
+    multiple: int = 1
+
+    @staticmethod
+    def of(config: EngineConfig, max_len: int) -> ShapeRules:
+        """As configured, for requests of this length at most."""
+        most = config.max_num_batched_tokens
+        assert most is not None and config.num_cuda_graphs != 0
+        return ShapeRules(
+            max_rows=min(config.max_num_seqs, most),
+            max_len=max_len,
+            max_tokens=most,
+            num_graphs=config.num_cuda_graphs,
+            sizing=config.cuda_graph_sizing,
+            most_tokens=config.cuda_graph_max_tokens,
+            mixed_prefills=config.cuda_graph_mixed_prefill,
+            all_prefills=config.cuda_graph_all_prefills,
+            multiple=INVARIANT_MULTIPLE if config.batch_invariant else 1,
+        )
 
     @property
     def ceiling(self) -> int:
@@ -56,13 +79,13 @@ class ShapeRules:
         return min(max(self.most_tokens, self.max_rows), self.max_tokens)
 
 
-def exponential(most: int, count: int) -> list[int]:
-    """Halves of most, each even; with most itself and 1. Descending."""
+def exponential(most: int, count: int, least: int = 1) -> list[int]:
+    """Halves of most, each even; with most itself and least. Descending."""
     if count == AS_MANY_AS_FIT:
         count = max(4, floor(log2(max(2, most))) + 2)
     if count == 1:
         return [most]
-    sizes, size = {most, 1}, most
+    sizes, size = {most, least}, most
     for _ in range(count):
         size //= 2
         if size < 1:
@@ -88,16 +111,15 @@ def shapes(rules: ShapeRules) -> list[Shape]:
     """All that are captured, the largest first."""
     most = rules.ceiling
     most_decodes = min(most, rules.max_rows)
-    of_decodes = exponential if rules.sizing == "exponential" else linear
-    found = {Shape(size, 0, size) for size in of_decodes(most_decodes, _count(rules, most_decodes))}
+    found = {Shape(size, 0, size) for size in _sizes(rules, most_decodes, rules.sizing == "exponential")}
     if rules.num_graphs == AS_MANY_AS_FIT:
         found |= {Shape(size, 0, size) for size in (1, 2) if size <= most_decodes}
     if rules.mixed_prefills > 0:
-        of_prompts = linear if rules.sizing == "linear" else exponential
-        for size in of_prompts(most, _count(rules, most)):
+        for size in _sizes(rules, most, rules.sizing != "linear"):
             if size >= 2:
                 found |= {shape for shape in _with_prompts(size, rules) if _is_possible(shape, rules)}
-    return sorted(found, reverse=True)
+    whole = rules.multiple
+    return sorted({replace(shape, num_tokens=-(-shape.num_tokens // whole) * whole) for shape in found}, reverse=True)
 
 
 def match(captured: Iterable[Shape], num_tokens: int, num_prompts: int, num_decodes: int) -> Shape | None:
@@ -113,8 +135,30 @@ def match(captured: Iterable[Shape], num_tokens: int, num_prompts: int, num_deco
     return min(fitting, default=None)
 
 
-def _count(rules: ShapeRules, most: int) -> int:
-    return rules.num_graphs if rules.num_graphs == AS_MANY_AS_FIT else min(max(rules.num_graphs, 1), most)
+class ShapeSet:
+    """The shapes of one engine, and which of them its steps took.
+
+    num_steps: by shape, of those that were padded to it. num_others: of those that none fitted, which ran as they were.
+    """
+
+    def __init__(self, rules: ShapeRules) -> None:
+        self.shapes = shapes(rules)
+        self.num_steps = dict.fromkeys(self.shapes, 0)
+        self.num_others = 0
+
+    def take(self, num_tokens: int, num_prompts: int, num_decodes: int) -> Shape | None:
+        """The shape that such a step is padded to; None: it runs as it is."""
+        shape = match(self.shapes, num_tokens, num_prompts, num_decodes)
+        if shape is None:
+            self.num_others += 1
+        else:
+            self.num_steps[shape] += 1
+        return shape
+
+
+def _sizes(rules: ShapeRules, most: int, by_halves: bool) -> list[int]:
+    count = rules.num_graphs if rules.num_graphs == AS_MANY_AS_FIT else min(max(rules.num_graphs, 1), most)
+    return exponential(most, count, rules.multiple) if by_halves else linear(most, count)
 
 
 def _with_prompts(size: int, rules: ShapeRules) -> Iterable[Shape]:

@@ -42,7 +42,7 @@ class View:
 
     @property
     def arguments(self) -> tuple[Tensor, ...]:
-        """The first ones of every kernel here. What raw entries do not read may be anything."""
+        """The first ones of every kernel here. What only processed entries read may be anything where there are none."""
         x, entries, anything = self.of, self.entries, self.entries.row
         columns = (anything,) * 7
         if self.drawn is not None:
@@ -57,12 +57,12 @@ def _seen(
     is_processed, ids, V, C, stride, CP: tl.constexpr,
 ):  # fmt: skip
     """Values of ids; what to take off before exp; whether the row is unusable."""
-    raw_top, _, is_bad = top_of(raw_best, best_id, row, C, CP)
+    raw_top, raw_first, is_bad = top_of(raw_best, best_id, row, C, CP)
     if is_processed == 0:
         top = raw_top
         x = tl.load(logits + row * stride + ids, mask=ids < V, other=float("-inf"))
     else:
-        best_top, first, _ = top_of(best, best_id, row, C, CP)
+        best_top, first, is_empty = top_of(best, best_id, row, C, CP)
         top = tl.full((), 0.0, tl.float32)
         heat = tl.load(temperature + row)
         if (heat == 0.0) | (tl.load(top_k + row) == 1):
@@ -80,12 +80,15 @@ def _seen(
 @triton.jit
 def _score_kernel(
     rows, processed, logits, adjusted, raw_best, best, best_id, asked, masks, temperature, top_k, min_p, border,
-    last_tie, ids, mass, values, before, bad, V, C, stride, L, CHUNK: tl.constexpr, CP: tl.constexpr,
+    last_tie, ids, mass, values, before, bad, V, C, stride, L, CHUNK: tl.constexpr, CP: tl.constexpr, PROCESSED: tl.constexpr,
 ):  # fmt: skip
     """Of each chunk its mass (fp64) and how many ids come before each one that is asked for in (value descending, id
     ascending)."""
     entry, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, is_processed = tl.load(rows + entry).to(tl.int64), tl.load(processed + entry)
+    row = tl.load(rows + entry).to(tl.int64)
+    is_processed = 0
+    if PROCESSED:
+        is_processed = tl.load(processed + entry)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x, top, is_bad = _seen(
         logits, adjusted, raw_best, best, best_id, asked, masks, temperature, top_k, min_p, border, last_tie, row,
@@ -98,7 +101,7 @@ def _score_kernel(
     for one in range(0, L):
         own = tl.load(ids + entry * L + one)
         if own >= 0:
-            its, _, _ = _seen(
+            its, its_top, its_bad = _seen(
                 logits, adjusted, raw_best, best, best_id, asked, masks, temperature, top_k, min_p, border, last_tie,
                 row, is_processed, own + tl.arange(0, 1), V, C, stride, CP,
             )  # fmt: skip
@@ -130,7 +133,7 @@ def score(view: View, ids: Tensor) -> Scored:
     if count:
         _score_kernel[(count, chunks)](
             *view.arguments, ids, mass, values, before, bad, x.logits.shape[1], chunks, x.logits.stride(0), listed,
-            CHUNK=CHUNK, CP=triton.next_power_of_2(chunks), num_warps=4, enable_fp_fusion=False,
+            CHUNK=CHUNK, CP=triton.next_power_of_2(chunks), PROCESSED=view.drawn is not None, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     raw_top = x.raw_best[view.entries.row].amax(1).double()
     top = torch.where(view.entries.is_processed == 0, raw_top, 0.0)
@@ -142,12 +145,16 @@ def score(view: View, ids: Tensor) -> Scored:
 def _best_kernel(
     rows, processed, logits, adjusted, raw_best, best, best_id, asked, masks, temperature, top_k, min_p, border,
     last_tie, found, found_ids, V, C, stride, count, CHUNK: tl.constexpr, CP: tl.constexpr,
+    PROCESSED: tl.constexpr,
 ):  # fmt: skip
     """The count best of each chunk: whole numbers that grow as the values do, and ids."""
     entry, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, is_processed = tl.load(rows + entry).to(tl.int64), tl.load(processed + entry)
+    row = tl.load(rows + entry).to(tl.int64)
+    is_processed = 0
+    if PROCESSED:
+        is_processed = tl.load(processed + entry)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x, _, _ = _seen(
+    x, top, is_bad = _seen(
         logits, adjusted, raw_best, best, best_id, asked, masks, temperature, top_k, min_p, border, last_tie, row,
         is_processed, ids, V, C, stride, CP,
     )  # fmt: skip
@@ -173,7 +180,7 @@ def best_ids(view: View, count: int, normaliser: Tensor) -> tuple[Tensor, Tensor
     )  # fmt: skip
     _best_kernel[(num_entries, chunks)](
         *view.arguments, found, found_ids, vocab_size, chunks, x.logits.stride(0), of_each,
-        CHUNK=CHUNK, CP=triton.next_power_of_2(chunks), num_warps=4, enable_fp_fusion=False,
+        CHUNK=CHUNK, CP=triton.next_power_of_2(chunks), PROCESSED=view.drawn is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     keys = torch.topk((found.long() << 32) | (vocab_size - 1 - found_ids.long()).clamp_(min=0), count).values
     order = (keys >> 32).int()

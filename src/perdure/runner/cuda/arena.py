@@ -1,6 +1,9 @@
 """Memory of the device at a fixed address: reserved at once, given to the driver and taken again without moving.
 
-CUDA's virtual-memory calls, by ctypes. A graph captured over the memory is valid again after `commit`.
+CUDA's calls, by ctypes. A graph captured over the memory is valid again after `commit`.
+
+- `CudaArena`: the device's own, by the virtual-memory calls.
+- `ManagedArena`: managed memory, which the driver moves between host and device.
 """
 
 from __future__ import annotations
@@ -30,27 +33,24 @@ class _Access(ctypes.Structure):
 
 
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+_FROM_ANY_STREAM = 1
+_HOST = -1
 _OUT_OF_MEMORY = 2
 
+MANAGED_MOST = 1 << 30
+"""Bytes: a program that asks for more managed memory than a card has free can hang the card, not only itself."""
 
-class CudaArena:
-    """At least num_bytes on the current device, committed when made. MemoryError: there is no room."""
+
+class _Memory:
+    """num_bytes at an address, as torch takes them. Raises `MemoryError` where the driver has no room."""
 
     def __init__(self, num_bytes: int) -> None:
         assert num_bytes > 0, num_bytes
         torch.cuda.current_stream().synchronize()  # the driver's context is there
         self._driver = ctypes.CDLL("libcuda.so.1")
-        self._properties = _Properties(type=_PINNED, location=_Location(_ON_DEVICE, torch.cuda.current_device()))
-        step = ctypes.c_size_t()
-        self._call("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(self._properties), 0)
-        self.num_bytes = -(-num_bytes // step.value) * step.value
-        self._size = ctypes.c_size_t(self.num_bytes)
         self._address = ctypes.c_uint64()
-        self._handle = ctypes.c_uint64()
+        self.num_bytes = num_bytes
         self.is_committed = False
-        none = ctypes.c_uint64(0)
-        self._call("cuMemAddressReserve", ctypes.byref(self._address), self._size, ctypes.c_size_t(0), none, none)
-        self.commit()
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """All of the arena as one flat tensor; it is no reason for the arena to stay committed."""
@@ -60,6 +60,29 @@ class CudaArena:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._driver, name)(*arguments)
+        if code == _OUT_OF_MEMORY:
+            raise MemoryError(f"the device has no {self.num_bytes} bytes free")
+        if code:
+            raise RuntimeError(f"{name} gave {code}")
+
+
+class CudaArena(_Memory):
+    """At least num_bytes on the current device, committed when made. MemoryError: there is no room."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self._properties = _Properties(type=_PINNED, location=_Location(_ON_DEVICE, torch.cuda.current_device()))
+        step = ctypes.c_size_t()
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(self._properties), 0)
+        self.num_bytes = -(-num_bytes // step.value) * step.value
+        self._size = ctypes.c_size_t(self.num_bytes)
+        self._handle = ctypes.c_uint64()
+        none = ctypes.c_uint64(0)
+        self._call("cuMemAddressReserve", ctypes.byref(self._address), self._size, ctypes.c_size_t(0), none, none)
+        self.commit()
 
     def commit(self) -> None:
         """Take memory, with anything in it. MemoryError: there is none, and nothing has changed."""
@@ -85,9 +108,42 @@ class CudaArena:
         self._call("cuMemRelease", self._handle)
         self.is_committed = False
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._driver, name)(*arguments)
-        if code == _OUT_OF_MEMORY:
-            raise MemoryError(f"the device has no {self.num_bytes} bytes free")
-        if code:
-            raise RuntimeError(f"{name} gave {code}")
+
+class ManagedArena(_Memory):
+    """num_bytes of managed memory, fetched to the current device when made. While it is given back it lies on the host.
+
+    ValueError: more than `MANAGED_MOST`. MemoryError: the device has not so much free.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        if num_bytes > MANAGED_MOST:
+            raise ValueError(f"kv_memory='managed': a pool of {num_bytes} bytes is more than {MANAGED_MOST}")
+        if num_bytes > torch.cuda.mem_get_info()[0]:
+            raise MemoryError(f"the device has no {num_bytes} bytes free")
+        super().__init__(num_bytes)
+        self._device = torch.cuda.current_device()
+        size = ctypes.c_size_t(num_bytes)
+        self._call("cuMemAllocManaged", ctypes.byref(self._address), size, ctypes.c_uint(_FROM_ANY_STREAM))
+        self.commit()
+
+    def commit(self) -> None:
+        """Fetch it to the device."""
+        if not self.is_committed:
+            self._fetch(self._device)
+            self.is_committed = True
+
+    def release(self) -> None:
+        """Fetch it to the host."""
+        if self.is_committed:
+            torch.cuda.synchronize()
+            self._fetch(_HOST)
+            self.is_committed = False
+
+    def _fetch(self, where: int) -> None:
+        size, stream = ctypes.c_size_t(self.num_bytes), ctypes.c_void_p()
+        self._call("cuMemPrefetchAsync", self._address, size, ctypes.c_int(where), stream)
+        torch.cuda.synchronize()
+
+    def __del__(self) -> None:
+        if self._address.value:
+            self._driver.cuMemFree_v2(self._address)

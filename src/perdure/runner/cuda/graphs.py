@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from perdure.runner.shapes import Shape, match
+from perdure.runner.shapes import Shape
 
 Outputs = tuple[torch.Tensor, ...]
 
 
 class Graphs:
     """run(shape) computes a step from numbers at fixed places and says where its results are. pad(shape) puts
-    there the numbers of a step without a row: a first run must touch nobody's pages. num_replays: by shape."""
+    there the numbers of a step without a row: a first run must touch nobody's pages."""
 
     def __init__(
         self,
@@ -31,8 +31,7 @@ class Graphs:
         self._pad = pad
         self._run = run
         self._device = device
-        self.shapes = sorted(shapes, reverse=True)
-        self.num_replays = dict.fromkeys(self.shapes, 0)
+        self._shapes = sorted(shapes, reverse=True)
         self._captured: dict[Shape, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
         self.capture()
 
@@ -42,7 +41,7 @@ class Graphs:
             return
         self._captured.clear()
         pool = None
-        for shape in self.shapes:
+        for shape in self._shapes:
             self._pad(shape)
             self._run(shape)
             torch.cuda.synchronize()
@@ -52,13 +51,8 @@ class Graphs:
             pool = graph.pool()
             self._captured[shape] = graph, tuple(map(_unowned, outputs))
 
-    def find(self, num_tokens: int, num_prompts: int, num_decodes: int) -> Shape | None:
-        """The shape that such a step is padded to; None: it runs as it is."""
-        return match(self.shapes, num_tokens, num_prompts, num_decodes)
-
     def replay(self, shape: Shape) -> Outputs:
         """Run the step whose numbers are in place. What it returns is valid until the next replay."""
-        self.num_replays[shape] += 1
         if self._device.type != "cuda":
             return self._run(shape)
         graph, outputs = self._captured[shape]

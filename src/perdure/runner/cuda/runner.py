@@ -44,18 +44,19 @@ from perdure.runner.masks import Masks
 from perdure.runner.memory import Memory
 from perdure.runner.row_store import RowStore
 from perdure.runner.sampler import TARGET_SLICE, Sampler, ScoreEntries
-from perdure.runner.shapes import Shape, ShapeRules, shapes
+from perdure.runner.shapes import Shape, ShapeRules, ShapeSet
 from perdure.runner.worker import failed_output
 
 
 class CudaRunner:
     """One model on one device (`perdure.runner.base.Device`).
 
-    max_num_batched_tokens: the most tokens of a step. rules: of the shapes to capture; None = every step runs as it is.
-    weights: of the model, for directives about them; None = there are none. grammars: what rows with structured outputs
-    are held to.
-    sampling_backend: "flashinfer", or the engine's own form.
-    ValueError: an unknown attention backend, or a sampling backend that is not here. MemoryError: no room for the pool.
+    max_num_batched_tokens: the most tokens of a step. has_managed_pages: the pool is managed memory. rules: of the
+    shapes to capture; None = every step runs as it is. weights: of the model, for directives about them; None = there
+    are none. grammars: what rows with structured outputs are held to; None = there are no such rows. sampling_backend:
+    "flashinfer", or the engine's own form.
+    ValueError: an unknown attention backend, a sampling backend that is not here, too large a managed pool. MemoryError:
+    no room for the pool.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class CudaRunner:
         dtype: torch.dtype,
         attention_backend: str = "auto",
         sampling_backend: str = "auto",
+        has_managed_pages: bool = False,
         rules: ShapeRules | None = None,
         weights: WeightSet | None = None,
         grammars: Grammars | None = None,
@@ -93,21 +95,24 @@ class CudaRunner:
         self._masks = Masks(self.grammars, config.vocab_size)
         self._host_sampler = Sampler(model, self._rows, self._masks, 1)
         with torch.inference_mode():
-            self._kv = DevicePages(config, num_pages, page_size, dtype, device)
+            self._kv = DevicePages(config, num_pages, page_size, dtype, device, has_managed_pages)
             self.memory = Memory(self._kv, weights)
             self._table = torch.zeros(self._rows.block_table.shape, dtype=torch.int32, device=device)
             self._sampler = DeviceSampler(
                 self._rows, self._masks, config.vocab_size, max_model_len, device, filter_of(sampling_backend)
             )
-            blocks = -(-max_num_batched_tokens // self._block_size) + max_num_seqs
-            largest = StepSize(max_num_batched_tokens, max_num_seqs, blocks, max_num_seqs)
+            self.shapes = None if rules is None else ShapeSet(rules)
+            captured = [] if self.shapes is None else self.shapes.shapes
+            most = max(max_num_batched_tokens, *(shape.num_tokens for shape in captured), 0)
+            blocks = -(-most // self._block_size) + max_num_seqs
+            largest = StepSize(most, max_num_seqs, blocks, max_num_seqs)
             self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
             self._staging = Staging(largest.num_words, 2 * max_num_seqs, device)
             self._largest = largest
             self._is_stale = False
             self.graphs: Graphs | None = None
-            if rules is not None:
-                self.graphs = Graphs(shapes(rules), self._pad_shape, self._compute_shape, device)
+            if captured:
+                self.graphs = Graphs(captured, self._pad_shape, self._compute_shape, device)
 
     @property
     def functions(self) -> Functions:
@@ -207,7 +212,7 @@ class CudaRunner:
         if not plan.slot:
             return StepTicket.of(with_rows(failed_output(plan, ""), failed, whole))
 
-        step = pack(plan, self._rows, self._page_size, 1)
+        step = pack(plan, self._rows, self._page_size)
         self._rows.advance(step.slots, step.ends)
         self._masks.begin(self._rows.adjustments.wanted_masks(step.slots[step.sampled]))
         parts = self._sampler.parts(step)
@@ -242,7 +247,7 @@ class CudaRunner:
         lengths = np.diff(step.offsets)
         ones, prompts = np.flatnonzero(lengths == 1), np.flatnonzero(lengths > 1)
         num_tokens = int(step.offsets[-1])
-        shape = None if self.graphs is None else self.graphs.find(num_tokens, len(prompts), len(ones))
+        shape = None if self.shapes is None else self.shapes.take(num_tokens, len(prompts), len(ones))
         if shape is not None and len(ones) > shape.num_decodes:  # the rest goes in the places of prompts
             prompts = np.concatenate([prompts, ones[shape.num_decodes :]])
             ones = ones[: shape.num_decodes]

@@ -1,0 +1,39 @@
+"""What the coordinator costs with its sockets, and how soon replicas are there and gone: best of several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from benchmarks.coordinator_load import compare
+from benchmarks.replicas import start_and_stop
+
+from tests.witness import witness
+
+pytestmark = pytest.mark.alone
+
+MOST_US_A_REQUEST, MOST_US_A_TOKEN = 200.0, 5.0
+MOST_P99_MS = 5.0
+MOST_START_S, MOST_SHUTDOWN_S = 15.0, 3.0
+
+
+def test_what_a_request_and_a_token_cost_and_how_much_later_they_are() -> None:
+    """CPU of the coordinator's process; times at a tenth of the load that one core then bears."""
+    found = [compare("tcp", num_requests=1200, together=32, num_tokens=64, part=8) for _ in range(3)]
+    us_a_request = min(one["bare"]["us_a_request"] for one in found)
+    us_a_token = min(one["us_a_token"] for one in found)
+    p99_ms = {name: min(one[name]["at_a_tenth_ms"]["p99"] for one in found) for name in ("bare", "streamed")}
+    assert us_a_request < MOST_US_A_REQUEST and us_a_token < MOST_US_A_TOKEN, found
+    assert max(p99_ms.values()) < MOST_P99_MS, found
+    witness(
+        "coordinator-cost",
+        us_a_request=round(us_a_request),
+        us_a_token=round(us_a_token, 2),
+        p99_ms=round(max(p99_ms.values()), 2),
+    )
+
+
+def test_two_replicas_of_the_default_model_start_and_go(smollm2_path: Path) -> None:
+    found = start_and_stop(str(smollm2_path), 2)
+    assert found["first_token_s"] < MOST_START_S and found["shutdown_s"] < MOST_SHUTDOWN_S, found
+    witness("replicas-start", **{name: round(seconds, 2) for name, seconds in found.items()})
