@@ -42,7 +42,7 @@ class View:
 
     @property
     def arguments(self) -> tuple[Tensor, ...]:
-        """The first ones of every kernel here. What only processed entries read may be anything where there are none."""
+        """The first ones of every kernel here. What only processed entries read may be anything without any."""
         x, entries, anything = self.of, self.entries, self.entries.row
         columns = (anything,) * 7
         if self.drawn is not None:
@@ -53,34 +53,32 @@ class View:
 
 @triton.jit
 def _seen(
-    logits, adjusted, raw_best, best, best_id, asked, masks, temperature, top_k, min_p, border, last_tie, row,
-    is_processed, ids, V, C, stride, CP: tl.constexpr,
+    logits, adjusted, best, best_id, asked, masks, temperature, top_k, min_p, border, last_tie, row, is_processed, ids,
+    V, C, stride, CP: tl.constexpr,
 ):  # fmt: skip
-    """Values of ids; what to take off before exp; whether the row is unusable."""
-    raw_top, raw_first, is_bad = top_of(raw_best, best_id, row, C, CP)
+    """The values of ids."""
     if is_processed == 0:
-        top = raw_top
         x = tl.load(logits + row * stride + ids, mask=ids < V, other=float("-inf"))
     else:
-        best_top, first, is_empty = top_of(best, best_id, row, C, CP)
-        top = tl.full((), 0.0, tl.float32)
+        top, first, _bad = top_of(best, best_id, row, C, CP)
         heat = tl.load(temperature + row)
         if (heat == 0.0) | (tl.load(top_k + row) == 1):
             x = tl.where(ids == first, 0.0, float("-inf"))
         else:
             at = place_of(logits, adjusted, asked, masks, row, V, stride)
-            x = scaled(at, ids, V, best_top, tl.maximum(heat, COLDEST))
+            x = scaled(at, ids, V, top, tl.maximum(heat, COLDEST))
             kept = is_kept(
                 x, exp(x), ids, V, tl.load(border + row), tl.load(last_tie + row), tl.load(min_p + row)
             )  # fmt: skip
             x = tl.where(kept, x, float("-inf"))
-    return x, top, is_bad
+    return x
 
 
 @triton.jit
 def _score_kernel(
     rows, processed, logits, adjusted, raw_best, best, best_id, asked, masks, temperature, top_k, min_p, border,
-    last_tie, ids, mass, values, before, bad, V, C, stride, L, CHUNK: tl.constexpr, CP: tl.constexpr, PROCESSED: tl.constexpr,
+    last_tie, ids, mass, values, before, V, C, stride, L,
+    CHUNK: tl.constexpr, CP: tl.constexpr, PROCESSED: tl.constexpr,
 ):  # fmt: skip
     """Of each chunk its mass (fp64) and how many ids come before each one that is asked for in (value descending, id
     ascending)."""
@@ -90,20 +88,20 @@ def _score_kernel(
     if PROCESSED:
         is_processed = tl.load(processed + entry)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
-    x, top, is_bad = _seen(
-        logits, adjusted, raw_best, best, best_id, asked, masks, temperature, top_k, min_p, border, last_tie, row,
-        is_processed, at, V, C, stride, CP,
+    x = _seen(
+        logits, adjusted, best, best_id, asked, masks, temperature, top_k, min_p, border, last_tie, row, is_processed,
+        at, V, C, stride, CP,
     )  # fmt: skip
+    raw_top, _first, _bad = top_of(raw_best, best_id, row, C, CP)
+    top = tl.where(is_processed == 0, raw_top, 0.0)
     sums = halved(exp(x - top), CHUNK // 64)
     tl.store(mass + entry * C + chunk, tl.sum(sums.to(tl.float64), 0))
-    if chunk == 0:
-        tl.store(bad + entry, is_bad.to(tl.int32))
     for one in range(0, L):
         own = tl.load(ids + entry * L + one)
         if own >= 0:
-            its, its_top, its_bad = _seen(
-                logits, adjusted, raw_best, best, best_id, asked, masks, temperature, top_k, min_p, border, last_tie,
-                row, is_processed, own + tl.arange(0, 1), V, C, stride, CP,
+            its = _seen(
+                logits, adjusted, best, best_id, asked, masks, temperature, top_k, min_p, border, last_tie, row,
+                is_processed, own + tl.arange(0, 1), V, C, stride, CP,
             )  # fmt: skip
             value = tl.max(its, 0)
             ahead = ((x > value) | ((x == value) & (at < own))) & (at < V)
@@ -129,16 +127,16 @@ def score(view: View, ids: Tensor) -> Scored:
     mass = torch.empty(count, chunks, dtype=torch.float64, device=device)
     values = torch.zeros(count, listed, dtype=torch.float32, device=device)
     before = torch.zeros(count, listed, dtype=torch.int32, device=device)
-    bad = torch.zeros(count, dtype=torch.int32, device=device)
     if count:
         _score_kernel[(count, chunks)](
-            *view.arguments, ids, mass, values, before, bad, x.logits.shape[1], chunks, x.logits.stride(0), listed,
-            CHUNK=CHUNK, CP=triton.next_power_of_2(chunks), PROCESSED=view.drawn is not None, num_warps=4, enable_fp_fusion=False,
+            *view.arguments, ids, mass, values, before, x.logits.shape[1], chunks, x.logits.stride(0), listed,
+            CHUNK=CHUNK, CP=triton.next_power_of_2(chunks), PROCESSED=view.drawn is not None, num_warps=4,
+            enable_fp_fusion=False,
         )  # fmt: skip
-    raw_top = x.raw_best[view.entries.row].amax(1).double()
-    top = torch.where(view.entries.is_processed == 0, raw_top, 0.0)
-    normaliser = top + mass.sum(1).log()
-    return Scored((values.double() - normaliser[:, None]).float(), before + 1, normaliser, bad != 0)
+    raw_top = x.raw_best[view.entries.row].amax(1)  # NaN if it holds one
+    normaliser = torch.where(view.entries.is_processed == 0, raw_top, 0.0).double() + mass.sum(1).log()
+    scores = (values.double() - normaliser[:, None]).float()
+    return Scored(scores, before + 1, normaliser, ~torch.isfinite(raw_top))
 
 
 @triton.jit
@@ -154,9 +152,9 @@ def _best_kernel(
     if PROCESSED:
         is_processed = tl.load(processed + entry)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x, top, is_bad = _seen(
-        logits, adjusted, raw_best, best, best_id, asked, masks, temperature, top_k, min_p, border, last_tie, row,
-        is_processed, ids, V, C, stride, CP,
+    x = _seen(
+        logits, adjusted, best, best_id, asked, masks, temperature, top_k, min_p, border, last_tie, row, is_processed,
+        ids, V, C, stride, CP,
     )  # fmt: skip
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # no -0.0, which would come after 0.0
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -180,7 +178,8 @@ def best_ids(view: View, count: int, normaliser: Tensor) -> tuple[Tensor, Tensor
     )  # fmt: skip
     _best_kernel[(num_entries, chunks)](
         *view.arguments, found, found_ids, vocab_size, chunks, x.logits.stride(0), of_each,
-        CHUNK=CHUNK, CP=triton.next_power_of_2(chunks), PROCESSED=view.drawn is not None, num_warps=4, enable_fp_fusion=False,
+        CHUNK=CHUNK, CP=triton.next_power_of_2(chunks), PROCESSED=view.drawn is not None, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
     keys = torch.topk((found.long() << 32) | (vocab_size - 1 - found_ids.long()).clamp_(min=0), count).values
     order = (keys >> 32).int()

@@ -55,8 +55,8 @@ class CudaRunner:
     shapes to capture; None = every step runs as it is. weights: of the model, for directives about them; None = there
     are none. grammars: what rows with structured outputs are held to; None = there are no such rows. sampling_backend:
     "flashinfer", or the engine's own form.
-    ValueError: an unknown attention backend, a sampling backend that is not here, too large a managed pool. MemoryError:
-    no room for the pool.
+    ValueError: an unknown attention backend, a sampling backend that is not here, too large a managed pool.
+    MemoryError: no room for the pool.
     """
 
     def __init__(
