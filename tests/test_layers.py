@@ -2,9 +2,9 @@
 
 Every import counts, also those inside functions and under TYPE_CHECKING. `api`, `core`, `coordinator` and `trace` name
 no tensor library and import only one another, downwards, so none of them reaches one through another module either.
-Exempt are `perdure/__init__.py`, a table of lazy names, `perdure/__main__.py`, which calls the command line, and three
-imports by name: `make-tiny` uses no engine, it calls the writer of tiny checkpoints; `coordinator` and `replica` are
-programs, which nobody calls from Python.
+Exempt are `perdure/__init__.py`, a table of lazy names, `perdure/__main__.py`, which calls the command line, and few
+imports by name: `make-tiny` uses no engine, it calls the writer of tiny checkpoints; `coordinator`, `replica` and
+`serve` are programs, which nobody calls from Python.
 """
 
 import ast
@@ -41,6 +41,8 @@ ALLOWED = {
     ("perdure.cli.coordinator", "perdure.engine.on_ray.Place"),
     ("perdure.cli.coordinator", "perdure.engine.on_ray.serve_on_ray"),
     ("perdure.cli.replica", "perdure.engine.replica.serve"),
+    ("perdure.cli.serve", "perdure.server.config.ServeConfig"),
+    ("perdure.cli.serve", "perdure.server.serve.serve"),
 }
 WITHOUT_TENSORS = {"api", "core", "coordinator", "trace"}
 TENSORS = {"torch", "transformers"}

@@ -3,6 +3,7 @@
 - nano: 256 prompts of 100 to 1,024 ids and as many new tokens, in the shape of Qwen3-0.6B. b1, b64, b256: so many
   prompts of 128, 512, 1,024 ids in the shape of Llama-3.1-8B, with 512, 256, 256 new tokens; a step of decoding is the
   whole job less the same prompts with one new token, shared out.
+- b64-fp8, b256-fp8: the same with weights of 8 bits. No floor: what bf16 needs is none for them.
 - All draw at temperature 0.6, do not stop at end ids, read no cached prefix and take and give ids.
 """
 
@@ -42,6 +43,8 @@ FIGURES: dict[str, dict[str, Any]] = {
     "b1": {"unit": DECODE, "floor": 284, "gate": 190, "goal": 230},
     "b64": {"unit": OUTPUT, "floor": 9_070, "gate": 6_200, "goal": 7_100},
     "b256": {"unit": OUTPUT, "floor": 8_225, "gate": 5_700, "goal": 6_700},
+    "b64-fp8": {"unit": OUTPUT},
+    "b256-fp8": {"unit": OUTPUT},
     "prefill": {"unit": "prompt tokens/s", "floor": 55_000, "goal": 47_000},
 }
 
@@ -68,6 +71,8 @@ JOBS: dict[str, tuple[dict[str, Any], Callable[[], tuple[Ids, list[int]]], dict[
     "b1": (LLAMA_8B, lambda: equal_job(1, 128, 512, 128256), {"max_num_seqs": 1}),
     "b64": (LLAMA_8B, lambda: equal_job(64, 512, 256, 128256), {"max_num_seqs": 64}),
     "b256": (LLAMA_8B, lambda: equal_job(256, 1024, 256, 128256), {"max_num_seqs": 256}),
+    "b64-fp8": (LLAMA_8B, lambda: equal_job(64, 512, 256, 128256), {"max_num_seqs": 64, "quantization": "fp8"}),
+    "b256-fp8": (LLAMA_8B, lambda: equal_job(256, 1024, 256, 128256), {"max_num_seqs": 256, "quantization": "fp8"}),
 }
 
 

@@ -152,6 +152,18 @@ def test_a_connection_that_broke_is_waited_for_no_longer_than_another_takes() ->
     assert [type(one) for one in pair.answerer.tick(pair.now + 1.1)] == [Lost]
 
 
+def test_a_pulse_is_heard_of_beside_any_number_of_messages() -> None:
+    """One that streams without a pause moves, and says so."""
+    pair = opened()
+    assert pair.caller.link is not None
+    for num_steps in range(100):
+        pair.caller.link.pulse = m.Beat(num_steps, has_work=True)
+        pair.caller.send(m.Abort([num_steps]))
+        pair.turn()
+    beats = [one.message for one in pair.there if isinstance(one, Arrived) and isinstance(one.message, m.Beat)]
+    assert len(beats) >= 20 and beats[-1].num_steps >= 90
+
+
 def test_a_peer_that_takes_nothing_is_lost_before_memory_is() -> None:
     pair = opened()
     pair.turns(3)

@@ -23,7 +23,7 @@ TOOL = {
     },
 }
 TEMPLATE = (
-    "{% for tool in tools or [] %}[{{ tool | tojson }}]{% endfor %}"
+    "{{ greeting or '' }}{% for tool in tools or [] %}[{{ tool | tojson }}]{% endfor %}"
     "{% for message in messages %}{{ message.role }}={{ message.content or '' }}"
     "{% for call in message.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments | tojson }}"
     " {{ call.function.arguments.a }}){% endfor %};{% endfor %}"
@@ -55,8 +55,10 @@ def printing(tiny: Path, tmp_path: Path) -> Path:
 class Plain:
     """A tokenizer whose ids are letters, laying out as a GGUF's does."""
 
-    def apply_chat_template(self, messages: Any, add_generation_prompt: bool = True, tools: Any = None) -> list[int]:
-        return list(map(ord, render(TEMPLATE, messages, add_generation_prompt, tools, {})))
+    def apply_chat_template(
+        self, messages: Any, add_generation_prompt: bool = True, tools: Any = None, template_kwargs: Any = None
+    ) -> list[int]:
+        return list(map(ord, render(TEMPLATE, messages, add_generation_prompt, tools, {}, template_kwargs)))
 
 
 def test_tools_and_calls_reach_the_template(printing: Path, make_llm: MakeLLM) -> None:
@@ -78,6 +80,19 @@ def test_without_tools_the_template_has_none(printing: Path, make_llm: MakeLLM) 
     for tools in (None, []):
         [result] = llm.chat([USER], ONE_TOKEN, tools=tools)
         assert llm.tokenizer.decode(result.prompt_token_ids or []) == "user=1+2?;go:"
+
+
+def test_further_names_reach_the_template(printing: Path, make_llm: MakeLLM) -> None:
+    """From a directory and from a GGUF's renderer; those that are ours are refused."""
+    llm = make_llm(printing)
+    assert llm.tokenizer is not None
+    [result] = llm.chat([USER], ONE_TOKEN, chat_template_kwargs={"greeting": "hello "})
+    assert llm.tokenizer.decode(result.prompt_token_ids or []) == "hello user=1+2?;go:"
+    letters = laid_out(Plain(), [USER], template_kwargs={"greeting": "hello "})  # type: ignore[arg-type]
+    assert "".join(map(chr, letters)) == "hello user=1+2?;go:"
+    for wrong, words in (({"messages": []}, "'messages', which is none"), ([1], "is no dictionary")):
+        with pytest.raises(InvalidValue, match=words):
+            llm.chat([USER], ONE_TOKEN, chat_template_kwargs=wrong)  # type: ignore[arg-type]
 
 
 def test_arguments_that_are_objects_or_none_stay(printing: Path) -> None:

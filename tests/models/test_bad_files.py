@@ -106,7 +106,15 @@ def test_tensor_nobody_would_read(directory):
 
 def test_unsupported_tensor_type(directory):
     rewrite(directory, lambda tensors: tensors.update({Q_PROJ: torch.zeros(64, 64, dtype=torch.float8_e4m3fn)}))
-    refused(directory, Q_PROJ, "F8_E4M3", "supported: F32, F16, BF16")
+    refused(directory, Q_PROJ, "stored in 8 bits", "weight_scale' is missing")
+    rewrite(directory, lambda tensors: tensors.update({Q_PROJ + "_scale": torch.ones(64, 1)}))
+    refused(directory, Q_PROJ, "stored in 8 bits", "k_proj.weight' is not")
+    codes, o_proj = torch.zeros(64, 64, dtype=torch.float8_e4m3fn), Q_PROJ.replace("q_proj", "o_proj")
+    rewrite(directory, lambda tensors: tensors.update({Q_PROJ: torch.zeros(64, 64), o_proj: codes}))
+    rewrite(directory, lambda tensors: tensors.update({o_proj + "_scale": tensors.pop(Q_PROJ + "_scale")}))
+    refused(directory, o_proj, "stored as F8_E4M3", "config.json names no quantization")
+    rewrite(directory, lambda tensors: tensors.update({Q_PROJ: torch.zeros(64, 64, dtype=torch.float8_e5m2)}))
+    refused(directory, Q_PROJ, "F8_E5M2", "supported: F32, F16, BF16, F8_E4M3")
 
 
 def test_truncated_safetensors(directory):

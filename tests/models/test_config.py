@@ -92,7 +92,7 @@ def test_both_layouts_of_rope(read):
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization 'gptq' is not supported"),
         (
             {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
-            "quantization 'compressed-tensors' is not supported",
+            "quantization_config.format='pack-quantized' is not supported; supported: 'float-quantized'",
         ),
     ],
 )

@@ -96,7 +96,7 @@ def test_what_has_no_blocks_to_keep_is_refused(tmp_path: Path) -> None:
     path = write_gguf(made, tmp_path / "m.gguf", "Q8_0")
     with pytest.raises(InvalidValue, match=r"m.gguf is loaded as none"):
         load_model(path, quantization="gguf", load_format="dummy")
-    with pytest.raises(InvalidValue, match="quantization='awq' is none of gguf"):
+    with pytest.raises(InvalidValue, match="quantization='awq' is none of gguf, fp8"):
         load_model(path, quantization="awq")
 
 

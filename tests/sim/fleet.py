@@ -51,7 +51,7 @@ class Fleet:
         self.peers: dict[str, Peer] = {}
         """Whoever is there, by the address of its connection."""
         self.wire = Wire(rng, lossy=rng.choice((0.0, 0.02, 0.1, 0.25)))
-        max_len = rng.choice((16, 32, 48))
+        max_len = rng.choice((16, 24, 40))
         page_size = rng.choice((1, 2, 4, 8))
         self.config = CoreConfig(
             num_pages=max(1, rng.choice((4, 6, 10)) * max_len // 4 // page_size),
@@ -71,8 +71,8 @@ class Fleet:
             on_replica_loss="resume" if rng.random() < 0.8 else "fail",
             replica_wait_s=rng.choice((2.0, 30.0, MOST_S)),
             blocking_collectives=rng.random() < 0.5,
-            silence_s=rng.choice((1.2, 3.0)),
-            stall_s=3.0,
+            silence_s=rng.choice((1.2, 2.0)),
+            stall_s=2.0,
         )
         self.tells_cuts = rng.random() < 0.7
         """Whether one is told of connections that broke."""
@@ -137,7 +137,7 @@ class Fleet:
                 rng.choice(self.clients).pin_or_release()
             elif roll < 0.14 and self.killers and self.num_broken < MOST_BROKEN:
                 self._break_replica()
-            elif roll < 0.125 and self.restarts and to_submit:
+            elif 0.15 <= roll < 0.165 and self.restarts and to_submit:
                 self._restart_coordinator()
             elif 0.14 <= roll < 0.15 and self.wire.lossy:
                 rng.choice(list(self.peers.values())).connect()
@@ -288,7 +288,7 @@ class Fleet:
 
     def _resume(self) -> None:
         client = self.clients[0]
-        if not client.asked or self.rng.random() < 0.5:
+        if not client.asked or self.rng.random() < 0.2:
             client.send(cmd.Resume(client.ticket()))
 
     def answered(self, order: cmd.Command, done: ev.Done) -> None:
@@ -318,7 +318,7 @@ class Fleet:
             def wake() -> None:
                 replica.is_hung = False
 
-            self.back_at.append((self.wire.now + rng.uniform(0.1, 5.0), wake))
+            self.back_at.append((self.wire.now + rng.uniform(0.1, 3.5), wake))
             return
         if rng.random() < 0.3 and replica.caller.link is not None:
             replica.caller.send(m.Leave())
@@ -326,7 +326,7 @@ class Fleet:
             self.marks["left"] += 1
         del self.replicas[index], self.peers[replica.address]
         self.marks["killed"] += 1
-        self.back_at.append((self.wire.now + rng.uniform(0.1, 4.0), lambda: self._start(index)))
+        self.back_at.append((self.wire.now + rng.uniform(0.1, 2.5), lambda: self._start(index)))
 
     def _restart_coordinator(self) -> None:
         if self.coordinator is None:
@@ -337,7 +337,7 @@ class Fleet:
         def again() -> None:
             self.coordinator, self._coordinator_at = self._new_coordinator(), 0.0
 
-        self.back_at.append((self.wire.now + self.rng.uniform(0.0, 3.0), again))
+        self.back_at.append((self.wire.now + self.rng.uniform(0.0, 2.0), again))
 
     # Judgement
 

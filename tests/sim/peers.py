@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PIECE = 4
 """Bytes of weights that travel at once."""
-CHECKED = 0.15
+CHECKED = 0.1
 """Part of the replicas that account for everything after every turn; `tests.sim.life` does so always."""
 MOST_DELAY_S = 1.0
 

@@ -10,7 +10,8 @@ FAULTS = {
     "a_message_taken_twice": (
         "coordinator/link.py",
         "if number <= self._received or number > self._received + WINDOW:",
-        "if number > self._received + WINDOW:",
+        "if number <= self._received:\n            return [(packet.message, frames)]\n"
+        "        if number > self._received + WINDOW:",
     ),
     "a_session_of_long_ago_taken_for_new": (
         "coordinator/sessions.py",

@@ -85,8 +85,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graph_all_prefills, max_num_batched_tokens; cuda_graph_mixed_prefill: prompts in a captured step that has some,
     0 = none are captured. On a CPU, which captures nothing, steps are padded to these shapes if num_cuda_graphs > 0.
     attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own.
-    sampling_backend: what finds the ids that top_k and top_p keep; "torch" = the engine's own form. quantization:
-    "gguf" keeps the blocks of a GGUF file as they are instead of expanding them. progress: say on stderr what is being
+    sampling_backend: what finds the ids that top_k and top_p keep; "torch" = the engine's own form.
+    quantization: "gguf" keeps the blocks of a GGUF file as they are instead of expanding them; "fp8" rounds the weights
+    of layers' products to 8 bits when they are loaded, and their inputs when they come; None = as the checkpoint says.
+    kv_cache_dtype: "auto" = pages as the device computes, "fp8" = of 8 bits. progress: say on stderr what is being
     done. check_integrity, poison_free_pages: for debugging; account for everything after every turn, and fill pages
     that nobody owns with NaN in every step.
     """
@@ -105,6 +107,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = 16
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     gpu_memory_utilization: float = 0.9
     kv_memory: Literal["device", "managed"] = "device"
     paused_pages: int | None = None
@@ -176,7 +179,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             self._check_cuda()
         if self.device == "cpu" and self.sampling_backend == "flashinfer":
             raise InvalidValue("sampling_backend='flashinfer' is for device='cuda'; here there are auto, torch")
-        if self.quantization is not None:
+        if self.quantization == "gguf":
             self._check_quantization()
         if self.num_pages is not None and self.kv_cache_bytes is not None:
             raise InvalidValue(f"num_pages={self.num_pages} and kv_cache_bytes={self.kv_cache_bytes}: give only one")
@@ -271,8 +274,9 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention_backend", ("auto", "native", "tiled", "plain", "triton", "reference")),
     ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),
     ("sampling_backend", ("auto", "torch", "flashinfer")),
+    ("kv_cache_dtype", ("auto", "fp8")),
     ("kv_memory", ("device", "managed")),
-    ("quantization", ("gguf",)),
+    ("quantization", ("gguf", "fp8")),
     ("routing_policy", get_args(RoutingPolicy)),
     ("on_replica_loss", get_args(OnReplicaLoss)),
     ("cuda_graph_sizing", ("exponential", "linear", "hybrid")),
@@ -280,7 +284,7 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
 _ON_CUDA: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("attention_backend", ("auto", "triton", "reference")),
     ("linear_backend", ("auto", "plain", "reference")),
-    ("quantization", (None,)),
+    ("quantization", (None, "fp8")),
 )
 _QUANTIZED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtype", ("auto", "float32")),

@@ -23,6 +23,7 @@ from perdure.cli.logprobs import logprobs
 from perdure.cli.make_tiny import make_tiny
 from perdure.cli.output import complain, show_log_lines
 from perdure.cli.replica import replica
+from perdure.cli.serve import serve
 from perdure.cli.trace import trace
 
 EXIT_WRONG = 2
@@ -63,7 +64,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for command in (generate, chat, logprobs, info, make_tiny, trace, coordinator, replica):
+for command in (generate, chat, logprobs, info, make_tiny, trace, serve, coordinator, replica):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -40,8 +40,9 @@ class EngineOptions:
     device: Annotated[str, _engine("auto, cpu or cuda.")] = _ENGINE.device
     load_format: Annotated[str, _engine("auto, or dummy: random weights, drawn from --seed.")] = _ENGINE.load_format
     quantization: Annotated[
-        str | None, _engine("gguf: keep a GGUF's blocks in memory as they are; without it, they are expanded.")
+        str | None, _engine("gguf: keep a GGUF's blocks in memory, not expanded; fp8: round layers' weights to 8 bits.")
     ] = None
+    kv_cache_dtype: Annotated[str, _engine("auto, or fp8: keys and values in 8 bits.")] = _ENGINE.kv_cache_dtype
     seed: Annotated[int, _engine("What every draw is derived from: another seed, another sample.")] = _ENGINE.seed
     max_model_len: Annotated[int | None, _engine("Longest request in tokens; without it, the model's limit.")] = None
     max_num_seqs: Annotated[int, _engine("Most requests that run together.")] = _ENGINE.max_num_seqs

@@ -77,7 +77,7 @@ class Link:
         self.heard_at = now
         self.longest_gap = 0.0
         self.pulse: Message | None = None
-        """What beats carry."""
+        """What beats carry. Then they come whatever else is sent: it tells what nothing else does."""
         self.num_bytes = 0
         """Of all that is not known to have arrived."""
         self._next = 1
@@ -89,7 +89,7 @@ class Link:
         self._told = 0
         """The last number that the other end knows to have arrived."""
         self._owed_since: float | None = None
-        self._sent_at = now
+        self._sent_at = self._beaten_at = now
         self._resend_at = 0.0
         self._resend_s = RESEND_S
 
@@ -111,6 +111,7 @@ class Link:
     def beat_soon(self) -> None:
         """Let the other end hear of this one at once."""
         self._sent_at -= BEAT_S
+        self._beaten_at -= BEAT_S
 
     def take(self, packet: Packet, frames: Frames, now: float) -> list[tuple[Message, Frames]]:
         """A packet of this session came; returns the messages whose turn it is."""
@@ -164,6 +165,7 @@ class Link:
             self._said(now)
         if now >= self._next_beat():
             out.append([encode(Packet(Kind.BEAT, self.caller, self.answerer, 0, self._received, self.pulse))])
+            self._beaten_at = now
             self._said(now)
         return out
 
@@ -171,9 +173,10 @@ class Link:
         self._told, self._owed_since, self._sent_at = self._received, None, now
 
     def _next_beat(self) -> float:
+        beat_at = (self._sent_at if self.pulse is None else self._beaten_at) + BEAT_S
         if self._owed_since is not None and self._told != self._received:
-            return min(self._owed_since + ACKNOWLEDGE_S, self._sent_at + BEAT_S)
-        return self._sent_at + BEAT_S
+            return min(self._owed_since + ACKNOWLEDGE_S, beat_at)
+        return beat_at
 
     def due(self, now: float) -> float:
         """When `packets` has something next."""

@@ -22,7 +22,7 @@ from perdure.api.output import RequestOutput, Stats
 from perdure.api.request import Request, RequestId
 from perdure.api.sampling import SamplingParams
 from perdure.coordinator.wire import read_secret
-from perdure.engine.chat_template import Messages, Tools
+from perdure.engine.chat_template import Messages, TemplateKwargs, Tools
 from perdure.engine.conversation import laid_out
 from perdure.engine.desk import Desk
 from perdure.engine.handle import REFUSALS, Arrivals, refused_output
@@ -198,15 +198,26 @@ class AsyncLLM:
         request_id: RequestId | None = None,
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
+        chat_template_kwargs: TemplateKwargs | None = None,
     ) -> Handle:
         """Submit one conversation, laid out as `LLM.chat` does: `await` gives the result, `async for` streams it."""
         try:
-            prompt = laid_out(self._engine.tokenizer, messages, add_generation_prompt, tools)
+            prompt = self.lay_out(messages, add_generation_prompt, tools, chat_template_kwargs)
         except InvalidValue as error:
             (params,) = params_for([""], sampling_params)
             (name,) = self._engine.names_for([""], [request_id])
             return self._refused(name, params, error)
         return self.submit(prompt, sampling_params, request_id=request_id)
+
+    def lay_out(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        chat_template_kwargs: TemplateKwargs | None = None,
+    ) -> list[int]:
+        """The ids that `chat` submits for a conversation. Raises `InvalidValue`."""
+        return laid_out(self._engine.tokenizer, messages, add_generation_prompt, tools, chat_template_kwargs)
 
     def _refused(self, name: RequestId, params: SamplingParams, error: PerdureError) -> Handle:
         """The handle of a request that is wrong in itself."""

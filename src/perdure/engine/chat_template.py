@@ -16,6 +16,7 @@ from perdure.api.errors import InvalidValue
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
+TemplateKwargs = Mapping[str, Any]
 
 
 def render(
@@ -24,8 +25,10 @@ def render(
     add_generation_prompt: bool,
     tools: Tools | None,
     special_tokens: Mapping[str, str],
+    template_kwargs: TemplateKwargs | None = None,
 ) -> str:
-    """The text of a conversation. `special_tokens` gives templates their `bos_token`, `eos_token` and so on."""
+    """The text of a conversation. `special_tokens` gives templates their `bos_token`, `eos_token` and so on;
+    template_kwargs: what else this template knows, such as `enable_thinking`."""
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -35,7 +38,10 @@ def render(
     environment.globals["strftime_now"] = _strftime_now
     with refusing_bad_messages():
         return environment.from_string(template).render(
-            messages=list(messages), tools=tools, add_generation_prompt=add_generation_prompt, **special_tokens
+            **{**special_tokens, **(template_kwargs or {})},
+            messages=list(messages),
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
         )
 
 

@@ -12,20 +12,43 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perdure.api.errors import InvalidValue
-from perdure.engine.chat_template import Messages, Tools
+from perdure.engine.chat_template import Messages, TemplateKwargs, Tools
 from perdure.engine.tokenizer import Tokenizer
+
+OUR_NAMES = {
+    "messages",
+    "conversation",
+    "tools",
+    "add_generation_prompt",
+    "tokenize",
+    "chat_template",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}
+"""What a template is given by us, and what transformers would take for itself."""
 
 
 def laid_out(
-    tokenizer: Tokenizer | None, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
+    tokenizer: Tokenizer | None,
+    messages: Messages,
+    add_generation_prompt: bool = True,
+    tools: Tools | None = None,
+    template_kwargs: TemplateKwargs | None = None,
 ) -> list[int]:
     """The ids of one conversation."""
     if tokenizer is None:
         raise InvalidValue("chat needs a tokenizer, and the model came without one")
     check_tools(tools)
+    check_template_kwargs(template_kwargs)
     if not is_list(messages):
         raise InvalidValue(f"messages={messages!r} is not a list of messages")
-    return tokenizer.apply_chat_template([_with_objects(one) for one in messages], add_generation_prompt, tools)
+    messages = [_with_objects(one) for one in messages]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt, tools, template_kwargs)
 
 
 def all_laid_out(
@@ -33,13 +56,15 @@ def all_laid_out(
     conversations: Sequence[Messages],
     add_generation_prompt: bool = True,
     tools: Tools | None = None,
+    template_kwargs: TemplateKwargs | None = None,
 ) -> list[list[int] | InvalidValue]:
     """The ids of each conversation; what is wrong with one stands in its place. Wrong tools are every one's: raised."""
     check_tools(tools)
+    check_template_kwargs(template_kwargs)
     found: list[list[int] | InvalidValue] = []
     for at, messages in enumerate(conversations):
         try:
-            found.append(laid_out(tokenizer, messages, add_generation_prompt, tools))
+            found.append(laid_out(tokenizer, messages, add_generation_prompt, tools, template_kwargs))
         except InvalidValue as error:
             found.append(InvalidValue(f"messages[{at}]: {error}"))
     return found
@@ -53,6 +78,16 @@ def is_list(value: object) -> bool:
 def check_tools(tools: Tools | None) -> None:
     if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InvalidValue(f"tools={tools!r} is not a list of objects")
+
+
+def check_template_kwargs(given: TemplateKwargs | None) -> None:
+    if given is None:
+        return
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidValue(f"chat_template_kwargs={given!r} is no dictionary of names")
+    for name in given:
+        if name in OUR_NAMES:
+            raise InvalidValue(f"chat_template_kwargs holds {name!r}, which is none of the template's own")
 
 
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:

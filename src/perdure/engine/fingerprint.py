@@ -23,7 +23,8 @@ def fingerprint_of(loaded: LoadedModel, runner: Runner | CudaRunner) -> Fingerpr
     kernels = loaded.kernels
     packed = [shape for shape, words in loaded.products.items() if words.startswith("packed")]
     filters = "" if runner.sampling_backend == "torch" else f", {runner.sampling_backend} filters"
-    products = f"{kernels.name} products" + (f" ({', '.join(packed)} packed)" if packed else "")
+    narrow = " in e4m3" if loaded.quantization == "fp8" else ""
+    products = f"{kernels.name} products{narrow}" + (f" ({', '.join(packed)} packed)" if packed else "")
     return Fingerprint(
         weights=loaded.weights.digest,
         dtype=str(loaded.dtype).removeprefix("torch."),

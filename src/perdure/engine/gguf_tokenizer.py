@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as BPETokenizer
 
 from perdure.api.errors import ModelLoadError
-from perdure.engine.chat_template import Messages, Tools, refuse_missing_template, render
+from perdure.engine.chat_template import Messages, TemplateKwargs, Tools, refuse_missing_template, render
 from perdure.engine.spelling import SPACE, Spelling
 from perdure.models.gguf_file import GGUFFile
 
@@ -138,7 +138,11 @@ class GGUFTokenizer:
         return self.spelling.decode(ids, skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        template_kwargs: TemplateKwargs | None = None,
     ) -> list[int]:
         if not self._template:
             refuse_missing_template()
@@ -147,7 +151,7 @@ class GGUFTokenizer:
             for kind, token_id in (("bos", self.bos_token_id), ("eos", self.eos_token_id))
             if token_id is not None
         }
-        text = render(self._template, messages, add_generation_prompt, tools, special)
+        text = render(self._template, messages, add_generation_prompt, tools, special, template_kwargs)
         return self.encode(text, add_special_tokens=False)
 
     def id_to_piece(self, token_id: int) -> str:

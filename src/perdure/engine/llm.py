@@ -98,13 +98,14 @@ class LLM:
         request_ids: RequestId | Sequence[RequestId] | None = None,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Continue one conversation (a list of {"role", "content"}) or several, laid out by the model's template.
         Refusals are as in `generate`, also of what cannot be laid out.
 
         tools: JSON schemas that the template describes to the model. A message may have `tool_calls`, as in OpenAI's
-        interface.
+        interface. chat_template_kwargs: what else the template knows, such as `enable_thinking`.
         """
         if not is_list(messages):
             raise InvalidValue(f"messages={messages!r} is neither a conversation nor a list of conversations")
@@ -112,9 +113,9 @@ class LLM:
         given: Any = messages
         prompts: Sequence[PromptOrError]
         if bare:
-            prompts = [laid_out(self.tokenizer, given, add_generation_prompt, tools)]
+            prompts = [laid_out(self.tokenizer, given, add_generation_prompt, tools, chat_template_kwargs)]
         else:
-            prompts = all_laid_out(self.tokenizer, given, add_generation_prompt, tools)
+            prompts = all_laid_out(self.tokenizer, given, add_generation_prompt, tools, chat_template_kwargs)
         return self._generate(prompts, bare, sampling_params, request_ids, use_tqdm)
 
     def logprobs(

@@ -11,6 +11,7 @@ from perdure.api.errors import InvalidValue
 from perdure.models.weights import LoadedModel
 from perdure.runner.cuda.arena import MANAGED_MOST
 from perdure.runner.grammars import Grammars
+from perdure.runner.kv_store import page_dtype
 from perdure.runner.shapes import ShapeRules
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def _runner(
             max_num_batched_tokens=config.max_num_batched_tokens,
             device=torch.device("cuda", torch.cuda.current_device()),
             dtype=loaded.dtype,
+            kv_dtype=page_dtype(config.kv_cache_dtype, loaded.dtype),
             attention_backend=config.attention_backend,
             sampling_backend=config.sampling_backend,
             has_managed_pages=config.kv_memory == "managed",

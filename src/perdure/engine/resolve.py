@@ -20,10 +20,10 @@ from perdure.engine.progress import Reporter
 from perdure.engine.tokenizer import Tokenizer, load_tokenizer
 from perdure.models.default import default_model_path
 from perdure.models.hub import find_on_hub, is_hub_id
-from perdure.models.weights import LoadedModel, load_model
+from perdure.models.weights import LoadedModel, check_float8, load_model
 from perdure.runner.base import Device
 from perdure.runner.grammars import Grammars
-from perdure.runner.kv_store import kv_bytes_per_page
+from perdure.runner.kv_store import kv_bytes_per_page, page_dtype
 from perdure.runner.runner import Runner
 from perdure.runner.shapes import ShapeRules
 from perdure.runner.worker import ThreadedRunner
@@ -81,6 +81,7 @@ class Resolved:
             "num_pages": core.num_pages,
             "paused_pages": core.paused_pages,
             "admit_beside_paused": core.admit_beside_paused,
+            "kv_cache_dtype": self.config.kv_cache_dtype,
             "kv_cache_bytes": core.num_pages * self.page_bytes,
             "pool": self.pool,
             "enable_prefix_caching": core.enable_prefix_caching,
@@ -179,6 +180,7 @@ def _runner(config: EngineConfig, core: CoreConfig, loaded: LoadedModel, grammar
         batch_invariant=bool(config.batch_invariant),
         attention_backend=config.attention_backend,
         row_tile=loaded.kernels.row_tile,
+        kv_dtype=page_dtype(config.kv_cache_dtype),
         rules=ShapeRules.of(config, core.max_model_len) if config.num_cuda_graphs > 0 else None,
         weights=loaded.weights,
         grammars=grammars,
@@ -202,7 +204,10 @@ def _core_config(config: EngineConfig, loaded: LoadedModel) -> tuple[CoreConfig,
     if max_model_len > longest:
         raise InvalidValue(f"max_model_len={max_model_len} is more than the model's own limit {longest}")
     on_gpu = config.device == "cuda"
-    page_bytes = kv_bytes_per_page(shape, config.page_size, *((loaded.dtype,) if on_gpu else ()))
+    if config.kv_cache_dtype == "fp8":
+        check_float8("kv_cache_dtype='fp8'", torch.device(config.device))
+    dtype = page_dtype(config.kv_cache_dtype, *((loaded.dtype,) if on_gpu else ()))
+    page_bytes = kv_bytes_per_page(shape, config.page_size, dtype)
     assert config.max_num_batched_tokens is not None
     num_pages = config.num_pages or _num_pages(config, loaded, max_model_len, page_bytes)
     core = CoreConfig(

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from perdure.api.errors import InvalidValue, ModelLoadError, ModelNotFound
-from perdure.engine.chat_template import Messages, Tools, one_line, refuse_missing_template, refusing_bad_messages
+from perdure.engine.chat_template import (
+    Messages,
+    TemplateKwargs,
+    Tools,
+    one_line,
+    refuse_missing_template,
+    refusing_bad_messages,
+)
 from perdure.engine.gguf_tokenizer import GGUFTokenizer
 from perdure.engine.spelling import Spelling
 from perdure.models.store import open_gguf
@@ -44,7 +51,11 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
     def apply_chat_template(
-        self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        template_kwargs: TemplateKwargs | None = None,
     ) -> list[int]:
         """The ids of a conversation, as the model's own template lays it out."""
         ...
@@ -106,13 +117,21 @@ class DirectoryTokenizer:
         return text
 
     def apply_chat_template(
-        self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        template_kwargs: TemplateKwargs | None = None,
     ) -> list[int]:
         if not self._inner.chat_template:
             refuse_missing_template()
         with refusing_bad_messages():
             text = self._inner.apply_chat_template(
-                list(messages), tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
+                list(messages),
+                **(template_kwargs or {}),
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
             )
         return self.encode(text, add_special_tokens=False)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from perdure.models.fields import Fields
+from perdure.models.float8 import StoredFloat8
 from perdure.ops.attention import LayerAttention
 from perdure.ops.kernels import Kernels, Weight
 from perdure.ops.linear import PackedProduct
@@ -32,6 +33,7 @@ class ModelConfig:
     rope_scaling: None, or `rope_type` and its numbers (`ops.rope.inverse_frequencies`).
     eos_token_ids: every id the files name as an end, ascending; empty when they name none.
     dtype: what the files store (float32 for a GGUF, whatever its blocks); what is computed in is chosen at load.
+    float8: of files that store weights in 8 bits.
     """
 
     architecture: str
@@ -54,6 +56,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
+    float8: StoredFloat8 | None = field(default=None, kw_only=True)
 
     def with_windows(self, windows: Iterable[int | None]) -> ModelConfig:
         """The same with each layer's window."""

@@ -18,6 +18,7 @@ import torch
 from perdure.api.errors import ModelLoadError, ModelNotFound
 from perdure.models.base import PARTIAL, Family, ModelConfig
 from perdure.models.fields import Fields, rope_fields, rope_scaling
+from perdure.models.float8 import stored_float8
 from perdure.models.gguf_file import GGUFFile
 from perdure.models.registry import find_family
 from perdure.ops.attention import LayerAttention
@@ -89,6 +90,7 @@ def config_from_directory(directory: Path) -> ModelConfig:
             _ids(str(directory / GENERATION_FILE), "eos_token_id", generation.get("eos_token_id")),
         ),
         dtype=_stored_dtype(fields),
+        float8=stored_float8(fields),
     )
     return _checked(family.read_json(fields, config), fields.file)
 
@@ -153,12 +155,6 @@ def _architecture(values: Mapping[str, Any]) -> str:
 
 
 def _refuse_foreign_values(fields: Fields, rope: Fields, family: Family) -> None:
-    quantization = fields.values.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        raise ModelLoadError(
-            f"{fields.file}: quantization {method!r} is not supported; give a plain checkpoint or a GGUF"
-        )
     for name, supported in family.required.items():
         value = rope.values.get(name, fields.values.get(name, supported))
         if value is not None and value != supported:

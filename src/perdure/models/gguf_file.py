@@ -84,6 +84,10 @@ class GGUFFile:
         self.metadata = header.metadata
         self.tensors = header.tensors
 
+    def dtype(self, name: str) -> torch.dtype:
+        """What rows of a tensor come out in."""
+        return PLAIN_TYPES.get(self.tensors[name].type, torch.float32)
+
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start .. stop - 1 of a tensor, decoded if it is quantised (of a vector: its elements)."""
         tensor = self.tensors[name]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from perdure.api.errors import ModelLoadError
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -39,6 +39,9 @@ class SafetensorsFile:
         self.path = path
         with path.open("rb") as file:
             self.tensors = _read_header(path, file)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self.tensors[name].type]
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start .. stop - 1 of a tensor in the type it is stored in (of a vector: its elements)."""

@@ -4,6 +4,7 @@
 - Tensors come out piece by piece, in rows, as Hugging Face orders them (GGUF's interleaved heads are taken apart), with
   Hugging Face's values (what GGUF adds to some is taken off).
 - A stored tensor nobody reads is refused too: leaving out a bias would be a silently wrong model.
+- A tensor in 8 bits comes with factors for its rows, which are stored beside it under its name and "_scale".
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from perdure.models.base import ModelConfig, Part, Parts
 from perdure.models.config import read_json
 from perdure.models.gguf_file import GGUFFile
 from perdure.models.safetensors_file import SafetensorsFile
+from perdure.ops.float8 import E4M3, Float8Weight
 from perdure.ops.kernels import Weight
 from perdure.ops.native.weights import JoinedWeight
 
@@ -52,6 +54,8 @@ class TensorFile(Protocol):
     @property
     def tensors(self) -> Mapping[str, StoredTensor]: ...
 
+    def dtype(self, name: str) -> torch.dtype: ...
+
     def rows(self, name: str, start: int, stop: int) -> Tensor: ...
 
 
@@ -59,6 +63,7 @@ TENSORS = Path("<tensors>")
 """Where tensors in memory are said to lie."""
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+SCALE = "_scale"
 
 
 class TensorsInMemory:
@@ -69,8 +74,12 @@ class TensorsInMemory:
         self.tensors: Mapping[str, StoredTensor] = tensors
         self._given = tensors
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self._given[name].dtype
+
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        return self._given[name][start:stop]
+        tensor = self._given[name]
+        return tensor[start:stop] if tensor.dim() else tensor[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,12 @@ class Store:
 
     def check(self, parts: list[Part], ignored_suffixes: tuple[str, ...]) -> None:
         """Refuse the store unless it holds exactly these parts, in these shapes."""
-        expected = {self._name(part): part.shape for part in parts}
+        expected: dict[str, tuple[tuple[int, ...], ...]] = {self._name(part): (part.shape,) for part in parts}
+        for part in [part for part in parts if self.is_float8(part)]:
+            name = self._name(part)
+            expected[name + SCALE] = ((part.shape[0], 1), part.shape[:1], (1,), ())
+            if name + SCALE not in self.files:
+                raise ModelLoadError(f"{self.path}: tensor {name!r} is stored in 8 bits, {name + SCALE!r} is missing")
         missing = [name for name in expected if name not in self.files]
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
@@ -99,10 +113,25 @@ class Store:
             if name not in expected:
                 if not name.endswith(ignored_suffixes):
                     raise ModelLoadError(f"{file.path}: tensor {name!r} is not part of this architecture")
-            elif shape != expected[name]:
-                raise ModelLoadError(
-                    f"{file.path}: tensor {name!r} has shape {list(shape)}, expected {list(expected[name])}"
-                )
+            elif tuple(shape) not in expected[name]:
+                right = " or ".join(str(list(one)) for one in expected[name])
+                raise ModelLoadError(f"{file.path}: tensor {name!r} has shape {list(shape)}, expected {right}")
+            elif name.endswith(SCALE) and file.dtype(name) == E4M3:
+                raise ModelLoadError(f"{file.path}: tensor {name!r} holds factors, and in 8 bits")
+
+    def is_float8(self, part: Part) -> bool:
+        """Whether a part that may be missing is stored in 8 bits."""
+        file = self.files.get(self._name(part))
+        return file is not None and len(part.shape) == 2 and file.dtype(self._name(part)) == E4M3
+
+    def row_factors(self, part: Part) -> Tensor:
+        """What each row of a part in 8 bits is to be multiplied by, fp32."""
+        name = self._name(part) + SCALE
+        file = self.files[name]
+        shape = tuple(file.tensors[name].shape)
+        stored = file.rows(name, 0, shape[0] if shape else 1)
+        self.checksums[part.hf + SCALE] = zlib.crc32(stored.contiguous().view(torch.uint8).numpy().data)
+        return stored.float().flatten().expand(part.shape[0])
 
     def pieces(self, part: Part) -> Iterator[tuple[int, Tensor]]:
         """The part in order: the first row of each piece, and its rows in the type they are stored in."""
@@ -159,9 +188,14 @@ class Store:
                 for start, rows in self.stored_pieces(part):
                     weight.parts[number].fill(start, rows)
                 continue
+            factors = self.row_factors(part) if self.is_float8(part) else None
             for start, rows in self.pieces(part):
                 if isinstance(weight, JoinedWeight):
                     weight.parts[0].fill(offset + start, rows)
+                elif isinstance(weight, Float8Weight) and factors is not None:
+                    weight.fill_codes(offset + start, rows, factors[start : start + rows.shape[0]])
+                elif isinstance(weight, Float8Weight):
+                    weight.fill(offset + start, rows)
                 else:
                     weight[offset + start : offset + start + rows.shape[0]] = rows
             offset += part.shape[0]
@@ -228,8 +262,8 @@ def store_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Store:
             raise ModelLoadError(f"{TENSORS}: {name!r} is a {type(tensor).__name__}, no tensor")
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_neg() or tensor.is_quantized:
             raise ModelLoadError(f"{TENSORS}: tensor {name!r} is no plain one ({tensor.layout}); give a dense copy")
-        if tensor.dtype not in FLOATS:
-            allowed = ", ".join(map(str, FLOATS))
+        if tensor.dtype not in (*FLOATS, E4M3):
+            allowed = ", ".join(map(str, (*FLOATS, E4M3)))
             raise ModelLoadError(f"{TENSORS}: tensor {name!r} is of {tensor.dtype}, not one of {allowed}")
         if tensor.device.type != "cpu":
             raise ModelLoadError(f"{TENSORS}: tensor {name!r} lies on {tensor.device}, not in the host's memory")

@@ -21,14 +21,16 @@ from torch import Tensor
 from perdure.api.errors import InvalidValue, ModelLoadError, ModelNotFound
 from perdure.models.base import Family, ModelConfig, Part, Parts, Weights, joined_shape
 from perdure.models.config import config_from_directory, config_from_gguf
+from perdure.models.float8 import StoredFloat8
 from perdure.models.registry import find_family
 from perdure.models.store import Store, digest_of, directory_store, gguf_store, open_gguf, store_of_tensors
+from perdure.ops.float8 import Float8Weight
 from perdure.ops.native.weights import JoinedWeight
 
 Source = str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """A directory, a GGUF file, or tensors by the names that Hugging Face's files give them."""
 
-MAY_DIFFER = frozenset({"dtype", "bos_token_id", "eos_token_ids", "max_position_embeddings"})
+MAY_DIFFER = frozenset({"dtype", "float8", "bos_token_id", "eos_token_ids", "max_position_embeddings"})
 """What another checkpoint of the same model may say otherwise: nothing its weights are computed with."""
 
 NO_WEIGHTS = ("rotary_emb.inv_freq", "rope_freqs.weight")
@@ -76,6 +78,12 @@ class WeightSet:
         store.check([part for parts in self._parameters.values() for part in parts], unread(self._config))
         if self._keeps_blocks:
             self._check_types(store)
+        for name in weights_in_float8(store, self._parameters):
+            if not isinstance(self._weights.get(name), Float8Weight):
+                stored = self._parameters[name][0].hf
+                raise ModelLoadError(
+                    f"{store.path}: {stored!r} is stored in 8 bits, the engine holds it in {self._dtype}"
+                )
         return store
 
     def _open_path(self, path: Path) -> Store:
@@ -99,6 +107,8 @@ class WeightSet:
             ours, theirs = getattr(self._config, field.name), getattr(other, field.name, None)
             if field.name not in MAY_DIFFER and ours != theirs:
                 raise ModelLoadError(f"{path}: {field.name} is {theirs!r}, the engine's model has {ours!r}")
+        if other.float8 is not None and other.float8 != (self._config.float8 or StoredFloat8()):
+            raise ModelLoadError(f"{path}: {other.float8}, the engine's model has {self._config.float8}")
 
     def _check_types(self, store: Store) -> None:
         """Blocks are laid out by their type, so each must be of the type it was."""
@@ -162,11 +172,10 @@ class WeightSet:
     def give_back(self) -> None:
         """Give the memory back; what was not saved is lost."""
         for weight in self._weights.values():
-            if isinstance(weight, JoinedWeight):
-                for part in weight.parts:
-                    part.release()
-            else:
+            if isinstance(weight, Tensor):
                 weight.untyped_storage().resize_(0)
+            else:
+                weight.release()
         for product in self._weights.products.values():
             product.release()
         self._is_freed, self.is_whole = True, False
@@ -179,11 +188,10 @@ class WeightSet:
         if not self._is_freed:
             return
         for weight in self._weights.values():
-            if isinstance(weight, JoinedWeight):
-                for part in weight.parts:
-                    part.reserve()
-            else:
+            if isinstance(weight, Tensor):
                 weight.untyped_storage().resize_(weight.nbytes)
+            else:
+                weight.reserve()
         if self._copies:
             for copy, one in zip(self._copies, self._memories(), strict=True):
                 one.copy_(copy, non_blocking=True)
@@ -211,10 +219,24 @@ class WeightSet:
     def _memories(self) -> Iterator[Tensor]:
         """All that is held but products, as bytes, in one order."""
         for weight in self._weights.values():
-            if isinstance(weight, JoinedWeight):
-                yield from (part.data for part in weight.parts)
-            else:
+            if isinstance(weight, Tensor):
                 yield weight.flatten().view(torch.uint8)
+            else:
+                yield from weight.memories()
+
+
+def weights_in_float8(store: Store, parameters: Mapping[str, Parts]) -> list[str]:
+    """Names of the weights that are stored in 8 bits. ModelLoadError: one of which only a part is."""
+    found = []
+    for name, parts in parameters.items():
+        narrow = [part.hf for part in parts if store.is_float8(part)]
+        if narrow:
+            found.append(name)
+            if others := [part.hf for part in parts if part.hf not in narrow]:
+                raise ModelLoadError(
+                    f"{store.path}: {narrow[0]!r} is stored in 8 bits and {others[0]!r} is not; both are of one product"
+                )
+    return found
 
 
 _FLOATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}

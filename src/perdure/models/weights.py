@@ -4,6 +4,8 @@
 - Tensors are converted piece by piece into their final place, so peak memory is the weights plus some megabytes: for
   the compiled kernels, that is the layout they read.
 - `quantization="gguf"` keeps a GGUF's blocks: a quarter of the memory and less, and the same bits as their expansion.
+- `quantization="fp8"` holds the weights of layers' products in 8 bits (`ops.float8`), rounded piece by piece as they
+  are read; of a checkpoint that stores some so, those alone. Embedding, head and norms stay as they are otherwise.
 - On a CPU "auto" is float32 whatever the files store: other types are slower there, and only float32 products are known
   to give a row the same bits in any company.
 - Nothing is fetched, and pickled weights are never opened.
@@ -20,18 +22,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perdure.api.errors import InvalidValue, ModelNotFound
+from perdure.api.errors import InvalidValue, ModelLoadError, ModelNotFound
 from perdure.models.base import Model, ModelConfig, Parts, Weights, joined_shape
 from perdure.models.config import DTYPES, config_from_directory, config_from_gguf, sampling_defaults
 from perdure.models.registry import find_family
 from perdure.models.store import Store, digest_of, directory_store, gguf_store, open_gguf
-from perdure.models.weight_set import WeightSet, packed_type, unread
+from perdure.models.weight_set import WeightSet, packed_type, unread, weights_in_float8
 from perdure.ops.choice import Choice, choose
+from perdure.ops.float8 import Float8Weight
 from perdure.ops.kernels import Kernels, Weight, choose_kernels
 from perdure.ops.native import Library, library, why_not
 from perdure.ops.native.weights import JoinedWeight, PackedWeight, packed_floats
 
-QUANTIZATIONS = ("gguf",)
+QUANTIZATIONS = ("gguf", "fp8")
+LEAST_CAPABILITY = (8, 9)  # of a GPU, for numbers of 8 bits
 LOAD_FORMATS = ("auto", "dummy")
 DUMMY_SCALE = 0.02
 
@@ -42,7 +46,7 @@ class LoadedModel:
 
     weights: all it holds, to be written anew in place. kernels: what it computes with. products: what serves each
     shape of weight, as measured.
-    quantization: "gguf" or None (weights are expanded).
+    quantization: "gguf", "fp8" or None (weights are expanded).
     num_parameters, num_bytes: of the weights as loaded; a tied head counts once.
     tokenizer_source: where its tokenizer is. sampling_defaults: settings its generation_config.json suggests, by the
     names of `SamplingParams`.
@@ -74,7 +78,8 @@ def load_model(
     """Build the model at `path`, a Hugging Face directory or a GGUF file.
 
     linear: the form of products, a name `ops.kernels.choose_kernels` knows.
-    quantization: "gguf" keeps the blocks of a GGUF file as they are.
+    quantization: "gguf" keeps the blocks of a GGUF file as they are; "fp8" as the module says; None = "fp8" where the
+    checkpoint is stored so, else none.
     load_format "dummy" reads the model's shape only and draws its weights from `seed`.
     """
     if load_format not in LOAD_FORMATS:
@@ -93,28 +98,41 @@ def load_model(
     except ValueError as error:
         raise InvalidValue(str(error)) from None
     native = library() if kernels.name == "native" else None
-    measured = Choice({})
-    if native is not None and linear == "auto" and quantization is None and load_format != "dummy":
-        measured = choose(native, [shape for parts in parameters.values() if len(shape := joined_shape(parts)) == 2])
+    if quantization is None and config.float8 is not None:
+        quantization = "fp8"
     if quantization is not None:
-        _check_quantization(quantization, path, gguf is not None and load_format != "dummy", native)
-    weights: dict[str, Weight]
+        _check_quantization(quantization, path, gguf is not None and load_format != "dummy", native, device)
+    keep = quantization == "gguf"
     store: Store | None = None
-    if load_format == "dummy":
-        drawn = _drawn(parameters, chosen, device, seed)
-        num_parameters = sum(weight.numel() for weight in drawn.values())
-        weights = {name: _packed(drawn.pop(name), native) for name in list(drawn)}
-    else:
+    if load_format != "dummy":
         store = directory_store(path) if gguf is None else gguf_store(gguf, interleaved=family.gguf_interleaves)
         store.check([part for parts in parameters.values() for part in parts], unread(config))
-        num_parameters = sum(math.prod(joined_shape(parts)) for parts in parameters.values())
-        weights = {}
-        for name, parts in parameters.items():
-            shape = joined_shape(parts)
-            if native is None or len(shape) == 1 or measured.is_packed(shape):
-                weights[name] = _read(store, parts, chosen, device)
+    narrow = _in_float8(parameters, config, store) if quantization == "fp8" else frozenset()
+    if store is not None and not narrow:
+        _refuse_float8(store, parameters)
+    measured = Choice({})
+    if native is not None and linear == "auto" and not keep and store is not None:
+        shapes = {name: joined_shape(parts) for name, parts in parameters.items() if name not in narrow}
+        measured = choose(native, [shape for shape in shapes.values() if len(shape) == 2])
+    num_parameters = sum(math.prod(joined_shape(parts)) for parts in parameters.values())
+    draw = _Drawing(chosen, device, seed)
+    weights: dict[str, Weight] = {}
+    for name, parts in parameters.items():
+        shape = joined_shape(parts)
+        if name in narrow:
+            assert len(shape) == 2, "what is held in 8 bits is a product's"
+            weight = Float8Weight(shape, device, native, None if config.float8 is None else config.float8.most)
+            if store is None:
+                weight.fill(0, draw(name, parts))
             else:
-                weights[name] = _read_packed(store, parts, native, keep=quantization is not None)
+                store.fill(weight, parts)
+            weights[name] = weight
+        elif store is None:
+            weights[name] = _packed(draw(name, parts), native)
+        elif native is None or len(shape) == 1 or measured.is_packed(shape):
+            weights[name] = _read(store, parts, chosen, device)
+        else:
+            weights[name] = _read_packed(store, parts, native, keep=keep)
     num_bytes = sum(w.nbytes if isinstance(w, Tensor) else w.num_bytes for w in weights.values())
     digest = digest_of(config, {"seed": seed} if store is None else store.checksums)
     held = Weights(weights)
@@ -122,7 +140,7 @@ def load_model(
     model = family.build(config, held, kernels)
     return LoadedModel(
         model=model,
-        weights=WeightSet(config, family, held, keeps_blocks=quantization is not None, dtype=chosen, digest=digest),
+        weights=WeightSet(config, family, held, keeps_blocks=keep, dtype=chosen, digest=digest),
         config=config,
         dtype=chosen,
         kernels=kernels,
@@ -144,14 +162,44 @@ def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch
     return DTYPES[name]
 
 
-def _check_quantization(quantization: str, path: Path, is_gguf: bool, native: Library | None) -> None:
+def _check_quantization(
+    quantization: str, path: Path, is_gguf: bool, native: Library | None, device: torch.device
+) -> None:
     if quantization not in QUANTIZATIONS:
         raise InvalidValue(f"quantization={quantization!r} is none of {', '.join(QUANTIZATIONS)}")
+    if quantization == "fp8":
+        check_float8(f"quantization={quantization!r}", device)
+        return
     if not is_gguf:
         raise InvalidValue(f"quantization='gguf' keeps the blocks of a GGUF file; {path} is loaded as none")
     if native is None:
         reason = why_not() or "other products or another type were asked for"
         raise InvalidValue(f"quantization='gguf' needs compiled kernels in float32: {reason}")
+
+
+def check_float8(setting: str, device: torch.device) -> None:
+    """InvalidValue: a GPU that has no numbers of 8 bits."""
+    if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
+        least, most = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, has))
+        raise InvalidValue(f"{setting} needs a GPU of compute capability {least} or more, this one has {most}")
+
+
+def _in_float8(parameters: Mapping[str, Parts], config: ModelConfig, store: Store | None) -> frozenset[str]:
+    """Names of the weights that are held in 8 bits."""
+    if config.float8 is not None and store is not None:
+        found = weights_in_float8(store, parameters)
+        if "embedding.weight" in found:
+            raise ModelLoadError(f"{store.path}: an embedding in 8 bits is not supported")
+        return frozenset(found)
+    return frozenset(
+        name for name, parts in parameters.items() if name.startswith("layers.") and len(joined_shape(parts)) == 2
+    )
+
+
+def _refuse_float8(store: Store, parameters: Mapping[str, Parts]) -> None:
+    if found := weights_in_float8(store, parameters):
+        stored = parameters[found[0]][0].hf
+        raise ModelLoadError(f"{store.path}: {stored!r} is stored as F8_E4M3, config.json names no quantization")
 
 
 def _packed(weight: Tensor, native: Library | None) -> Weight:
@@ -173,13 +221,15 @@ def _read(store: Store, parts: Parts, dtype: torch.dtype, device: torch.device) 
     return weight
 
 
-def _drawn(parameters: Mapping[str, Parts], dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Tensor]:
-    """Random weights: norms are one, the rest is drawn in the order of the table."""
-    generator = torch.Generator(device).manual_seed(seed)
-    weights: dict[str, Tensor] = {}
-    for name, parts in parameters.items():
-        weight = torch.empty(joined_shape(parts), dtype=dtype, device=device)
-        is_norm = name.endswith("norm.weight")
-        one = 1.0 - parts[0].gguf_added  # of a norm that adds one to its weight
-        weights[name] = weight.fill_(one) if is_norm else weight.normal_(0.0, DUMMY_SCALE, generator=generator)
-    return weights
+class _Drawing:
+    """Random weights: norms are one, the rest is drawn in the order of the calls."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self._dtype, self._device = dtype, device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, name: str, parts: Parts) -> Tensor:
+        weight = torch.empty(joined_shape(parts), dtype=self._dtype, device=self._device)
+        if name.endswith("norm.weight"):
+            return weight.fill_(1.0 - parts[0].gguf_added)  # of a norm that adds one to its weight
+        return weight.normal_(0.0, DUMMY_SCALE, generator=self._generator)

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from perdure.ops import activation, norm, rope
+from perdure.ops import activation, float8, norm, rope
+from perdure.ops.float8 import Float8Weight
 from perdure.ops.linear import LINEAR_FORMS, Product, can_pack, row_tile
 from perdure.ops.native import Library, library, why_not
 from perdure.ops.native.rows import RowKernels
 from perdure.ops.native.weights import JoinedWeight, packed_floats
 
-Weight = Tensor | JoinedWeight
-"""[M, K]. Torch's forms take tensors, the native ones both."""
+Weight = Tensor | JoinedWeight | Float8Weight
+"""[M, K]. Torch's forms take tensors, the native ones packed weights, too, and all those of 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ def torch_kernels(form: str) -> Kernels:
     multiply = LINEAR_FORMS[form]
 
     def linear(w: Weight, b: Tensor | None) -> Product:
+        if isinstance(w, Float8Weight):
+            return float8.reference(w, b) if form == "reference" else float8.emulated(w, b)
         assert isinstance(w, Tensor), "only native kernels read packed weights"
         return multiply(w, b)
 
@@ -91,17 +94,18 @@ def native_kernels(library: Library, *, packs_all: bool = True) -> Kernels:
     """The kernels in C. packs_all: those weights, too, that come as tensors; else oneDNN's product takes them."""
     rows, of_tensors = RowKernels(library), torch_kernels("packed")
 
-    def joined(w: Weight) -> JoinedWeight:
+    def joined(w: Tensor | JoinedWeight) -> JoinedWeight:
         return packed_floats(library, w) if isinstance(w, Tensor) else w
 
     def linear(w: Weight, b: Tensor | None) -> Product:
-        if isinstance(w, Tensor) and not packs_all:
+        if isinstance(w, Float8Weight) or (isinstance(w, Tensor) and not packs_all):
             return of_tensors.linear(w, b)
         return partial(joined(w).multiply, bias=b)
 
     def embedding(w: Weight) -> Callable[[Tensor], Tensor]:
         if isinstance(w, Tensor) and not packs_all:
             return of_tensors.embedding(w)
+        assert not isinstance(w, Float8Weight), "a look-up reads no weight of 8 bits"
         return joined(w).rows
 
     return Kernels(
@@ -120,13 +124,20 @@ def native_kernels(library: Library, *, packs_all: bool = True) -> Kernels:
 
 
 def triton_kernels() -> Kernels:
-    """cuBLAS's products, and the rest in Triton."""
+    """The libraries' products, and the rest in Triton."""
     import triton
 
+    from perdure.ops.triton import float8 as float8_on_gpu
     from perdure.ops.triton import rows
 
+    plain = torch_kernels("plain")
+
+    def linear(w: Weight, b: Tensor | None) -> Product:
+        return float8_on_gpu.product(w, b) if isinstance(w, Float8Weight) else plain.linear(w, b)
+
     return replace(
-        torch_kernels("plain"),
+        plain,
+        linear=linear,
         version=f"torch {torch.__version__}, triton {triton.__version__}",
         rms_norm=rows.rms_norm,
         rms_norm_once=rows.rms_norm_once,

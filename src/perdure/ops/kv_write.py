@@ -2,7 +2,8 @@
 
 - What says where is built once a step (`plan_kv_write`) and serves every layer.
 - Only what is written changes; a page's other positions keep their (cleared) contents.
-- It copies, so both forms leave the same bits: the compiled one where there is one.
+- It copies, so both forms leave the same bits: the compiled one where there is one, but torch's for pages of 8 bits,
+  which it rounds to (`ops.float8.to_e4m3`).
 
 Shapes: N tokens to write, Hkv key heads, D head size, P pages. A layer's cache is [2, Hkv, P, page_size, D].
 """
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from perdure.ops.attention.base import CacheShape
+from perdure.ops.float8 import E4M3, to_e4m3
 from perdure.ops.native import library
 from perdure.ops.native.kv_write import NativeKVWrite
 
@@ -44,12 +46,14 @@ class TorchKVWrite:
 
     def run(self, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor) -> None:
         head_dim = cache.shape[-1]
-        flat = cache.view(-1, head_dim)
-        flat.index_copy_(0, self.key_index, keys[: self.num_tokens].reshape(-1, head_dim))
-        flat.index_copy_(0, self.value_index, values[: self.num_tokens].reshape(-1, head_dim))
+        is_narrow = cache.dtype == E4M3
+        flat = (cache.view(torch.uint8) if is_narrow else cache).view(-1, head_dim)
+        for rows, index in ((keys, self.key_index), (values, self.value_index)):
+            rows = rows[: self.num_tokens].reshape(-1, head_dim)
+            flat.index_copy_(0, index, to_e4m3(rows).view(torch.uint8) if is_narrow else rows)
 
 
-def plan_kv_write(shape: CacheShape, slots: NDArray[np.int64]) -> PlannedKVWrite:
-    """slots [N]: page * page_size + offset in the page, all different."""
-    found = library()
+def plan_kv_write(shape: CacheShape, slots: NDArray[np.int64], dtype: torch.dtype = torch.float32) -> PlannedKVWrite:
+    """slots [N]: page * page_size + offset in the page, all different. dtype: of the pages."""
+    found = library() if dtype == torch.float32 else None
     return TorchKVWrite.plan(shape, slots) if found is None else NativeKVWrite.plan(found, shape, slots)

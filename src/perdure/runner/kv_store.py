@@ -2,7 +2,8 @@
 
 - A page is `page_size` positions of one request (or of a shared prefix) in every layer.
 - A page is cleared before its first use, so every position that was never written reads as 0, never as NaN.
-- Pages are fp32 whatever the model computes in: products of half types are several times slower on most CPUs.
+- On a CPU pages are fp32 whatever the model computes in: products of half types are several times slower on most.
+- Of 8 bits (`ops.float8`) they are moved, cleared and compared as bytes: torch does little to such tensors.
 - Pages can be copied out and all memory given back; they come again to the same addresses, bit for bit.
 - Who owns a page is not known here.
 
@@ -18,9 +19,16 @@ import numpy as np
 import torch
 
 from perdure.models.base import ModelConfig
+from perdure.ops.float8 import E4M3
 from perdure.runner.arena import Arena, FixedMemory
 
 DTYPE = torch.float32
+NAN_BYTE = 0x7F  # of e4m3
+
+
+def page_dtype(kv_cache_dtype: str, computed: torch.dtype = DTYPE) -> torch.dtype:
+    """What pages hold, by the setting's name; computed: what they hold if it is "auto"."""
+    return E4M3 if kv_cache_dtype == "fp8" else computed
 
 
 def kv_bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype = DTYPE) -> int:
@@ -42,8 +50,11 @@ class KVStore:
         self.num_bytes = num_pages * kv_bytes_per_page(config, page_size, dtype)
         self._arena = make_arena(self.num_bytes)
         shape = (config.num_layers, 2, config.num_kv_heads, num_pages, page_size, config.head_dim)
-        self._pool = self._arena.tensor(dtype)[: math.prod(shape)].view(shape)
-        self.layers = list(self._pool)
+        is_narrow = dtype == E4M3
+        self._pool = self._arena.tensor(torch.uint8 if is_narrow else dtype)[: math.prod(shape)].view(shape)
+        self._nan = NAN_BYTE if is_narrow else torch.nan
+        self.dtype = dtype
+        self.layers = list(self._pool.view(dtype))
         self._away: tuple[list[int], torch.Tensor] | None = None
         """Pages that were copied out, ascending, and their content [L, 2, Hkv, n, page_size, D]."""
 
@@ -59,7 +70,7 @@ class KVStore:
 
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages with NaN, so that whoever reads what it did not write is found out."""
-        self._pool.index_fill_(3, torch.tensor(pages), torch.nan)
+        self._pool.index_fill_(3, torch.tensor(pages), self._nan)
 
     def release(self) -> None:
         """Give the memory back to the system until `restore` or `begin_anew`."""

@@ -42,7 +42,7 @@ class Runner:
     weights: of the model, for directives about them; None = there are none.
     grammars: what rows with structured outputs are held to; None = there are no such rows.
     row_tile: pad a step's rows to a multiple of it, where the model's products would do it otherwise. rules: of shapes
-    to pad steps to; None = to none.
+    to pad steps to; None = to none. kv_dtype: of pages.
     ValueError: an unknown backend, or one that cannot do what was asked or what the model needs.
     """
 
@@ -60,6 +60,7 @@ class Runner:
         rules: ShapeRules | None = None,
         weights: WeightSet | None = None,
         grammars: Grammars | None = None,
+        kv_dtype: torch.dtype = torch.float32,
     ) -> None:
         config = model.config
         shape = CacheShape(config.num_heads, config.num_kv_heads, config.head_dim, num_pages, page_size)
@@ -73,11 +74,13 @@ class Runner:
         self.attention_backend = self._forms[self._kinds[0]].name
         self.sampling_backend = "torch"
         self.attention = ", ".join(dict.fromkeys(form.kernel for form in self._forms.values()))
+        if kv_dtype != torch.float32:
+            self.attention += f" over pages in {str(kv_dtype).removeprefix('torch.')}"
         self._row_tile = row_tile
         self.shapes = None if rules is None else ShapeSet(rules)
         self._native = library()
         self._failed = FailedRows()
-        self._kv = KVStore(config, num_pages, page_size)
+        self._kv = KVStore(config, num_pages, page_size, kv_dtype)
         self.memory = Memory(self._kv, weights)
         self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size), config.vocab_size)
         self.grammars = grammars or Grammars(None, config.vocab_size, ())
@@ -158,11 +161,11 @@ class Runner:
         self._rows.advance(step.slots, step.ends)
         attention = step.attention(self._rows, self._shape.page_size)
         planned = {kind: form.plan(attention) for kind, form in self._forms.items()}
-        kv_write = plan_kv_write(self._shape, step.kv_slots)
+        kv_write = plan_kv_write(self._shape, step.kv_slots, self._kv.dtype)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             cache = self._kv.layers[layer]
-            kv_write.run(k.float(), v.float(), cache)  # pages are fp32, whatever the model computes in
+            kv_write.run(k.float(), v.float(), cache)  # whatever the model computes in
             return planned[self._kinds[layer]].run(q.float(), cache).to(q.dtype)
 
         self._masks.begin(self._rows.adjustments.wanted_masks(step.slots[step.sampled]))

@@ -31,6 +31,7 @@ SETTINGS = (
     ("model", "model"),
     ("dtype", "dtype"),
     ("quantization", "quantization"),
+    ("kv_cache_dtype", "kv_cache_dtype"),
     ("threads", "threads"),
     ("batch_invariant", "batch_invariant"),
     ("attention", "attention_backend"),

@@ -7,7 +7,7 @@
   over the positions its window leaves.
 
 Shapes: N packed queries, R rows, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, P pages of `page_size`.
-A layer's cache is one tensor [2, Hkv, P, page_size, D]: keys, then values.
+A layer's cache is one tensor [2, Hkv, P, page_size, D]: keys, then values; in the type of the queries, or of 8 bits.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class PlannedPlain:
         shape = self.shape
         out = torch.zeros_like(q)
         for call in self.calls:
-            pages = cache.view(-1, shape.page_size * shape.head_dim).index_select(0, call.gather)
+            pages = cache.view(-1, shape.page_size * shape.head_dim).index_select(0, call.gather).to(q.dtype)
             both = pages.view(2, shape.num_kv_heads, call.queries.shape[0], -1, shape.head_dim)
             keys, values = both.transpose(1, 2)  # each [B, Hkv, C, D]
             queries = q[call.queries].transpose(1, 2)  # [B, Hq, queries, D]

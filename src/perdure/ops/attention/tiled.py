@@ -245,7 +245,10 @@ class PlannedTiled:
         """Keys and values, each [Hkv * B, C, D]."""
         shape = self.shape
         pages = self.scratch.take("gathered", len(gather), shape.page_size * shape.head_dim)
-        torch.index_select(cache.view(-1, shape.page_size * shape.head_dim), 0, gather, out=pages)
+        if cache.dtype == pages.dtype:
+            torch.index_select(cache.view(-1, shape.page_size * shape.head_dim), 0, gather, out=pages)
+        else:
+            pages.copy_(cache.view(-1, shape.page_size * shape.head_dim).index_select(0, gather))
         both = pages.view(2, shape.num_kv_heads * num_rows, num_keys, shape.head_dim)
         return both[0], both[1]
 

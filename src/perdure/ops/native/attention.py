@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
+from perdure.ops.float8 import E4M3
 from perdure.ops.native.build import Library
 from perdure.ops.native.rows import dense_rows
 
@@ -116,7 +117,7 @@ class PlannedNative:
         q = dense_rows(q)
         num_queries = int(self.arrays.offsets[-1])
         assert q.shape[0] >= num_queries and q.shape[1:] == (self.shape.num_heads, self.shape.head_dim), q.shape
-        assert cache.is_contiguous() and cache.dtype == torch.float32, (cache.stride(), cache.dtype)
+        assert cache.is_contiguous() and cache.dtype in (torch.float32, E4M3), (cache.stride(), cache.dtype)
         out = q.new_empty(q.shape)
         out[num_queries:] = 0.0
         items = len(self.arrays.blocks) * self.shape.num_kv_heads
@@ -125,6 +126,7 @@ class PlannedNative:
             ctypes.byref(self.arrays.step),
             items,
             cache.data_ptr(),
+            cache.dtype == E4M3,
             q.data_ptr(),
             q.stride(0),
             out.data_ptr(),

@@ -1,6 +1,6 @@
 """A weight [n, k] as the kernels read it: in panels of 16 rows, in the narrowest form that loses nothing.
 
-- `stored` "f32", "bf16", "f16": floats. Or the name of a GGUF block type: its codes and scales, laid out anew.
+- `stored` "f32", "bf16", "f16", "e4m3": floats. Or the name of a GGUF block type: its codes and scales, laid out anew.
 - Whatever it is, a product multiplies the same fp32 values, those the reference decoder gives.
 """
 
@@ -18,7 +18,7 @@ PANEL = 16
 BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 """In the order of weights.c."""
 
-_FLOATS = ("f32", "bf16", "f16")
+_FLOATS = ("f32", "bf16", "f16", "e4m3")
 FLOAT_TYPES: dict[torch.dtype, Literal["f32", "bf16", "f16"]] = {
     torch.float32: "f32",
     torch.bfloat16: "bf16",
@@ -87,6 +87,18 @@ class JoinedWeight:
     @property
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
+
+    def memories(self) -> list[Tensor]:
+        """All it holds, as bytes."""
+        return [part.data for part in self.parts]
+
+    def release(self) -> None:
+        for part in self.parts:
+            part.release()
+
+    def reserve(self) -> None:
+        for part in self.parts:
+            part.reserve()
 
     def rows(self, ids: Tensor) -> Tensor:
         """The rows ids [m] (int64) in fp32, [m, k]."""

@@ -5,7 +5,8 @@
   number of rows alone, so a graph captured for so many rows serves any lengths.
 - A prompt: a program is a block of its queries and one query head.
 - What is masked is not loaded, so nothing that was never written can reach a sum.
-- Scores and sums are fp32, weights are rounded to the type of the values before the product.
+- Scores and sums are fp32, weights are rounded to the type of the queries before the product. Pages of 8 bits are read
+  as that type, and with queries of bfloat16 as float16, which has all their numbers and is one instruction away.
 
 Shapes: N packed queries, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, P pages. A layer's cache is
 [2, Hkv, P, page_size, D]; a block table [S, W] has the pages of each slot.
@@ -27,6 +28,14 @@ MOST_SPLITS = 32
 def _capped(scores, CAP: tl.constexpr):
     """CAP * tanh(scores / CAP)"""
     return CAP * (1.0 - 2.0 / (tl.exp(2.0 / CAP * scores) + 1.0))
+
+
+@triton.jit
+def _beside(query, cache):
+    """The query in the type that it is multiplied in."""
+    if cache.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
+        return query.to(tl.float16)
+    return query
 
 
 @triton.jit
@@ -53,6 +62,7 @@ def _decode_kernel(
     of_group, of_head = group < G, dims < D
     inside = of_group[:, None] & of_head[None, :]
     query = tl.load(q + packed * stride_q + (head * G + group[:, None]) * D + dims[None, :], inside, other=0.0)
+    query = _beside(query, cache)
     k_plane = cache + head.to(tl.int64) * stride_head
     v_plane = k_plane + stride_plane
     pages = table + slot.to(tl.int64) * table_width
@@ -67,7 +77,7 @@ def _decode_kernel(
         page = tl.load(pages + keys // PAGE, mask=seen, other=0).to(tl.int64)
         at = (page * PAGE + keys % PAGE) * D
         there = seen[:, None] & of_head[None, :]
-        k = tl.load(k_plane + at[:, None] + dims[None, :], mask=there, other=0.0)
+        k = tl.load(k_plane + at[:, None] + dims[None, :], mask=there, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
         if CAP > 0:
             scores = _capped(scores, CAP)
@@ -77,7 +87,7 @@ def _decode_kernel(
         weights = tl.exp2(scores - base[:, None])
         faded = tl.exp2(most - base)
         total = total * faded + tl.sum(weights, 1)
-        v = tl.load(v_plane + at[:, None] + dims[None, :], mask=there, other=0.0)
+        v = tl.load(v_plane + at[:, None] + dims[None, :], mask=there, other=0.0).to(query.dtype)
         mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         most = new
     heads = tl.num_programs(1) * G
@@ -141,6 +151,7 @@ def _prompt_kernel(
     of_head = dims < D
     inside = (lines < count)[:, None] & of_head[None, :]
     query = tl.load(q + (packed + lines[:, None]) * stride_q + head * D + dims[None, :], mask=inside, other=0.0)
+    query = _beside(query, cache)
     position = start + lines
     k_plane = cache + (head // G).to(tl.int64) * stride_head
     v_plane = k_plane + stride_plane
@@ -160,9 +171,9 @@ def _prompt_kernel(
             page = tl.load(pages + keys // PAGE).to(tl.int64)
             at = (page * PAGE + keys % PAGE) * D
             if D == DP:
-                k = tl.load(k_plane + at[:, None] + dims[None, :])
+                k = tl.load(k_plane + at[:, None] + dims[None, :]).to(query.dtype)
             else:
-                k = tl.load(k_plane + at[:, None] + dims[None, :], mask=of_head[None, :], other=0.0)
+                k = tl.load(k_plane + at[:, None] + dims[None, :], mask=of_head[None, :], other=0.0).to(query.dtype)
             scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
             if CAP > 0:
                 scores = _capped(scores * scale, CAP) * 1.4426950408889634
@@ -173,9 +184,9 @@ def _prompt_kernel(
             faded = tl.exp2(most - new)
             total = total * faded + tl.sum(weights, 1)
             if D == DP:
-                v = tl.load(v_plane + at[:, None] + dims[None, :])
+                v = tl.load(v_plane + at[:, None] + dims[None, :]).to(query.dtype)
             else:
-                v = tl.load(v_plane + at[:, None] + dims[None, :], mask=of_head[None, :], other=0.0)
+                v = tl.load(v_plane + at[:, None] + dims[None, :], mask=of_head[None, :], other=0.0).to(query.dtype)
             mixed = mixed * faded[:, None]
             mixed = tl.dot(weights.to(v.dtype), v, mixed, input_precision=PRECISION)
             most = new
@@ -186,7 +197,7 @@ def _prompt_kernel(
         page = tl.load(pages + keys // PAGE, mask=there, other=0).to(tl.int64)
         at = (page * PAGE + keys % PAGE) * D
         loaded = there[:, None] & of_head[None, :]
-        k = tl.load(k_plane + at[:, None] + dims[None, :], mask=loaded, other=0.0)
+        k = tl.load(k_plane + at[:, None] + dims[None, :], mask=loaded, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
         if CAP > 0:
             scores = _capped(scores * scale, CAP) * 1.4426950408889634
@@ -201,7 +212,7 @@ def _prompt_kernel(
         weights = tl.exp2(scores - base[:, None])
         faded = tl.exp2(most - base)
         total = total * faded + tl.sum(weights, 1)
-        v = tl.load(v_plane + at[:, None] + dims[None, :], mask=loaded, other=0.0)
+        v = tl.load(v_plane + at[:, None] + dims[None, :], mask=loaded, other=0.0).to(query.dtype)
         mixed = mixed * faded[:, None]
         mixed = tl.dot(weights.to(v.dtype), v, mixed, input_precision=PRECISION)
         most = new

@@ -32,6 +32,14 @@ def fill_pages(pool: Tensor, pages: Tensor, value: float) -> None:
 
 
 @triton.jit
+def as_stored(x, cache):
+    """Keys or values as pages hold them: rounded to their type, and of 8 bits (`ops.float8.to_e4m3`)."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(cache.dtype.element_ty)
+
+
+@triton.jit
 def _write_kernel(
     keys, values, cache, slots, num_heads, k_stride_row, k_stride_head, v_stride_row, v_stride_head,
     stride_kv, stride_head, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
@@ -46,8 +54,8 @@ def _write_kernel(
     k = tl.load(keys + row * k_stride_row + (heads * k_stride_head)[:, None] + columns[None, :], mask=inside)
     v = tl.load(values + row * v_stride_row + (heads * v_stride_head)[:, None] + columns[None, :], mask=inside)
     at = cache + (heads.to(tl.int64) * stride_head)[:, None] + slot * D + columns[None, :]
-    tl.store(at, k.to(cache.dtype.element_ty), mask=inside)
-    tl.store(at + stride_kv, v.to(cache.dtype.element_ty), mask=inside)
+    tl.store(at, as_stored(k, cache), mask=inside)
+    tl.store(at + stride_kv, as_stored(v, cache), mask=inside)
 
 
 def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:

@@ -46,7 +46,7 @@ class DevicePages(KVStore):
         self._fill(list(pages), 0.0)
 
     def poison(self, pages: Sequence[int]) -> None:
-        self._fill(pages, torch.nan)
+        self._fill(pages, float(self._nan))
 
     def _fill(self, pages: Sequence[int], value: float) -> None:
         if pages:

@@ -51,10 +51,10 @@ from perdure.runner.worker import failed_output
 class CudaRunner:
     """One model on one device (`perdure.runner.base.Device`).
 
-    max_num_batched_tokens: the most tokens of a step. has_managed_pages: the pool is managed memory. rules: of the
-    shapes to capture; None = every step runs as it is. weights: of the model, for directives about them; None = there
-    are none. grammars: what rows with structured outputs are held to; None = there are no such rows. sampling_backend:
-    "flashinfer", or the engine's own form.
+    kv_dtype: of pages; None = dtype. max_num_batched_tokens: the most tokens of a step. has_managed_pages: the pool is
+    managed memory. rules: of the shapes to capture; None = every step runs as it is. weights: of the model, for
+    directives about them; None = there are none. grammars: what rows with structured outputs are held to; None = there
+    are no such rows. sampling_backend: "flashinfer", or the engine's own form.
     ValueError: an unknown attention backend, a sampling backend that is not here, too large a managed pool.
     MemoryError: no room for the pool.
     """
@@ -76,6 +76,7 @@ class CudaRunner:
         rules: ShapeRules | None = None,
         weights: WeightSet | None = None,
         grammars: Grammars | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         config = model.config
         cache = CacheShape(config.num_heads, config.num_kv_heads, config.head_dim, num_pages, page_size)
@@ -86,6 +87,8 @@ class CudaRunner:
         self._forms = {kind: make_paged(attention_backend, cache, kind) for kind in dict.fromkeys(self._kinds)}
         form = self._forms[self._kinds[0]]
         self.attention_backend = self.attention = form.name
+        if kv_dtype not in (None, dtype):
+            self.attention += f" over pages in {str(kv_dtype).removeprefix('torch.')}"
         self._block_size = form.block_size
         self.sampling_backend = "flashinfer" if sampling_backend == "flashinfer" else "torch"
         self.threads: tuple[Thread, ...] = ()
@@ -95,7 +98,7 @@ class CudaRunner:
         self._masks = Masks(self.grammars, config.vocab_size)
         self._host_sampler = Sampler(model, self._rows, self._masks, 1)
         with torch.inference_mode():
-            self._kv = DevicePages(config, num_pages, page_size, dtype, device, has_managed_pages)
+            self._kv = DevicePages(config, num_pages, page_size, kv_dtype or dtype, device, has_managed_pages)
             self.memory = Memory(self._kv, weights)
             self._table = torch.zeros(self._rows.block_table.shape, dtype=torch.int32, device=device)
             self._sampler = DeviceSampler(

@@ -36,7 +36,8 @@ typedef struct {
 typedef struct {
     const layer *of;
     const step *s;
-    const float *cache; /* [2, heads, pages, page_size, dim]: keys, then values */
+    const void *cache; /* [2, heads, pages, page_size, dim]: keys, then values */
+    int is_e4m3;       /* of 8 bits; else fp32 */
     const float *q; /* [queries, heads * group, dim], queries ldq apart */
     long ldq;
     float *out; /* [queries, heads * group, dim] */
@@ -236,6 +237,14 @@ typedef void (*output)(const block *, const float *, const long *, const long *,
 static const output one_vector[ROWS + 1] = {NULL, output_1_1, output_2_1, output_3_1};
 static const output four_vectors[ROWS + 1] = {NULL, output_1_4, output_2_4, output_3_4};
 
+/* Positions first .. end - 1 of a plane of 8 bits, one below the other. */
+static void expand_rows(const layer *l, const int64_t *table, const uint8_t *plane, long first, long end, float *out) {
+    for (long j = first; j < end; j++) {
+        const uint8_t *row = plane + (table[j / l->page_size] * l->page_size + j % l->page_size) * l->dim;
+        for (long d = 0; d < l->dim; d += LANES, out += LANES) store(out, load_e4m3(row + d));
+    }
+}
+
 static void attention_item(const void *data, long item) {
     const attention_job *p = data;
     const layer *l = p->of;
@@ -245,10 +254,23 @@ static void attention_item(const void *data, long item) {
     long packed = s->offsets[row] + entry[1], start = s->starts[row] + entry[1], end = start + queries;
     long plane = l->pages * l->page_size * l->dim;
     long first = first_visible(l, start) / LANES * LANES, width = (end - first + LANES - 1) / LANES * LANES + LANES;
-    block b = {l, s->table + row * s->table_width, p->cache + head * plane, p->cache + (l->heads + head) * plane,
-               first, width};
+    long expanded = p->is_e4m3 ? (end - first) * l->dim : 0;
+    float *scores = take_scratch(rows * (width + l->dim) + 2 * expanded), *q = scores + rows * width;
+    const int64_t *table = s->table + row * s->table_width, one_page = 0;
+    const float *keys = (const float *)p->cache + head * plane, *values = keys + l->heads * plane;
+    layer flat = *l;
+    if (p->is_e4m3) { /* expanded into one page that is as long as the row: then all is as in fp32 */
+        float *out = q + rows * l->dim;
+        const uint8_t *narrow = (const uint8_t *)p->cache + head * plane;
+        expand_rows(l, table, narrow, first, end, out);
+        expand_rows(l, table, narrow + l->heads * plane, first, end, out + expanded);
+        keys = out - first * l->dim;
+        values = keys + expanded;
+        flat.page_size = end;
+        table = &one_page;
+    }
+    block b = {&flat, table, keys, values, first, width};
 
-    float *scores = take_scratch(rows * (width + l->dim)), *q = scores + rows * width;
     for (long r = 0; r < rows; r++) {
         const float *source = p->q + (packed + r / l->group) * p->ldq + (head * l->group + r % l->group) * l->dim;
         for (long d = 0; d < l->dim; d += LANES) store(q + r * l->dim + d, load(source + d) * all(l->scale));
@@ -272,8 +294,9 @@ static void attention_item(const void *data, long item) {
     }
 }
 
-void attention(const layer *of, const step *s, long items, const float *cache, const float *q, long ldq, float *out) {
-    attention_job p = {of, s, cache, q, ldq, out};
+void attention(const layer *of, const step *s, long items, const void *cache, int is_e4m3, const float *q, long ldq,
+               float *out) {
+    attention_job p = {of, s, cache, is_e4m3, q, ldq, out};
     share(attention_item, &p, items);
 }
 

@@ -80,6 +80,7 @@ typedef void (*tile)(const float *, long, const void *, long, long, float *, lon
 TILES(f32, float, load)
 TILES(bf16, uint16_t, load_bf16)
 TILES(f16, uint16_t, load_f16)
+TILES(e4m3, uint8_t, load_e4m3)
 
 INLINE int panels_at_once(long rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 
@@ -117,8 +118,9 @@ static void product_item(const void *data, long item) {
     int direct = w->stored == STORED_F32 || (w->stored != STORED_BLOCKS && m1 - m0 <= 3 * ROWS);
     const tile(*tiles)[ROWS + 1] = !direct || w->stored == STORED_F32 ? f32_tiles
                                    : w->stored == STORED_BF16         ? bf16_tiles
-                                                                      : f16_tiles;
-    long size = w->stored == STORED_F32 ? 4 : 2;
+                                   : w->stored == STORED_F16          ? f16_tiles
+                                                                      : e4m3_tiles;
+    long size = w->stored == STORED_F32 ? 4 : w->stored == STORED_E4M3 ? 1 : 2;
     float expanded[4 * CHUNK * PANEL] __attribute__((aligned(64)));
     for (long panel = first; panel < last;) {
         int panels = last - panel >= at_once && (panel + at_once) * PANEL <= w->n ? at_once : 1;

@@ -125,6 +125,7 @@ static long record_bytes(const layout *l) {
 long panel_bytes(int stored, int kind, long k) {
     switch (stored) {
     case STORED_F32: return 4 * PANEL * k;
+    case STORED_E4M3: return PANEL * k;
     case STORED_BLOCKS: return k / layouts[kind].block * record_bytes(&layouts[kind]);
     default: return 2 * PANEL * k;
     }
@@ -203,9 +204,9 @@ static uint16_t narrowed(int stored, float x) {
     memcpy(&bits, &x, 4);
     if (stored == STORED_BF16) return (uint16_t)(bits >> 16);
     uint32_t sign = bits >> 16 & 0x8000;
-    float scaled = __builtin_fabsf(x) * 0x1p-112f;
+    float scaled = __builtin_fabsf(x) * (stored == STORED_F16 ? 0x1p-112f : 0x1p-120f);
     memcpy(&bits, &scaled, 4);
-    return (uint16_t)(sign | bits >> 13);
+    return (uint16_t)(stored == STORED_F16 ? sign | bits >> 13 : sign >> 8 | (bits >> 20 & 0x7f));
 }
 
 static void pack_panel_of_floats(const void *data, long item) {
@@ -219,6 +220,7 @@ static void pack_panel_of_floats(const void *data, long item) {
         for (long r = 0; r < high - low; r++) {
             float x = source[r * p->k + i];
             if (p->stored == STORED_F32) ((float *)p->out)[at + i * PANEL + r] = x;
+            else if (p->stored == STORED_E4M3) ((uint8_t *)p->out)[at + i * PANEL + r] = (uint8_t)narrowed(p->stored, x);
             else ((uint16_t *)p->out)[at + i * PANEL + r] = narrowed(p->stored, x);
         }
 }
@@ -290,6 +292,8 @@ void expand(const weight *w, long panel, long k0, long count, float *out) {
     const uint8_t *at = (const uint8_t *)w->data + panel * panel_bytes(w->stored, w->kind, w->k);
     if (w->stored == STORED_F32) {
         memcpy(out, at + 4 * PANEL * k0, 4 * PANEL * count);
+    } else if (w->stored == STORED_E4M3) {
+        for (long i = 0; i < PANEL * count; i += LANES) store(out + i, load_e4m3(at + PANEL * k0 + i));
     } else if (w->stored == STORED_BLOCKS) {
         const layout *l = &layouts[w->kind];
         expand_kind(w->kind, at + k0 / l->block * record_bytes(l), count, out);

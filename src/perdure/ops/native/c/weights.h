@@ -1,7 +1,7 @@
 /* How a weight [n, k] lies in memory: panels of 16 rows, and in a panel, k by k, the 16 rows' values side by side.
 
    Products read it in this order, one stream a panel. n is padded to whole panels; what the padding holds is never used.
-   Values are fp32, bf16 or fp16, or the codes and scales of a quantised file. `expand` gives the same fp32 values
+   Values are fp32, bf16, fp16 or e4m3, or the codes and scales of a quantised file. `expand` gives the same fp32 values
    whichever it is, so a product has the same bits in all of them. */
 #pragma once
 
@@ -10,7 +10,7 @@
 #define PANEL 16
 #define CHUNK 256 /* of k, expanded at once; a multiple of every block length */
 
-enum { STORED_F32, STORED_BF16, STORED_F16, STORED_BLOCKS };
+enum { STORED_F32, STORED_BF16, STORED_F16, STORED_E4M3, STORED_BLOCKS };
 
 /* A weight of blocks: value = d * sub * (code - center) - dmin * submin, with one d (and dmin) for `block` values of a
    row and one sub (and submin) for `group` of them. Without sub it is 1; without submin, dmin is added as it is. */

@@ -1,0 +1,84 @@
+"""Bodies of requests: limited in size, decoded into their struct, and what is wrong said by field and value."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from perdure.api.errors import shown
+from perdure.server.errors import HTTPError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_PATH = re.compile(r"(.*?) - at `\$([^`]*)`$", re.DOTALL)
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
+SHOWN_LENGTH = 100
+
+
+async def read(request: Request, kind: type[T], max_bytes: int) -> T:
+    """Raises `HTTPError`: 413, or 400 with the field."""
+    return decode(await content(request, max_bytes), kind)
+
+
+async def content(request: Request, max_bytes: int) -> bytes:
+    """The body, and never more of it in memory than is allowed."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise _too_large(announced, max_bytes)
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(f"more than {max_bytes}", max_bytes)
+            parts.append(part)
+    except ClientDisconnect:
+        raise HTTPError(400, "the client went before its request was whole") from None
+    return b"".join(parts)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(data, str(error)) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise HTTPError(400, f"the body is no JSON: {error}") from None
+
+
+def _refusal(data: bytes, message: str) -> HTTPError:
+    """The same in our words: `max_tokens='5': expected int or null, got str`."""
+    found = _PATH.fullmatch(message)
+    fault, path = (found[1], found[2].lstrip(".")) if found else (message, "")
+    for pattern, words in ((_UNKNOWN, "is no field of this endpoint"), (_MISSING, "is missing")):
+        if (name := pattern.fullmatch(fault)) is not None:
+            whole = f"{path}.{name[1]}" if path else name[1]
+            return HTTPError(400, f"{whole[:SHOWN_LENGTH]} {words}", param=whole[:SHOWN_LENGTH])
+    fault = f"{fault[0].lower()}{fault[1:]}"
+    if not path:
+        return HTTPError(400, f"the body: {fault}")
+    try:
+        value = shown(_value_at(msgspec.json.decode(data), f".{path}"))
+    except (msgspec.DecodeError, RecursionError):  # behind the value that is wrong there is more of the kind
+        return HTTPError(400, f"{path}: {fault}", param=path)
+    value = value if len(value) <= SHOWN_LENGTH else f"{value[:SHOWN_LENGTH]}..."
+    return HTTPError(400, f"{path}={value}: {fault}", param=path)
+
+
+def _value_at(value: Any, path: str) -> Any:
+    """What stands there; a key that the path does not spell out ends the way."""
+    for name, index in _STEP.findall(path):
+        try:
+            value = value[int(index)] if index else value[name]
+        except (KeyError, IndexError, TypeError):
+            return value
+    return value
+
+
+def _too_large(size: str, limit: int) -> HTTPError:
+    return HTTPError(413, f"the body has {size} bytes, max_body_bytes={limit}", code="body_too_large")

@@ -1,0 +1,70 @@
+"""`Front`: what all endpoints share - the engine, the model's name, what is counted, whether the server is ending."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from perdure import AsyncLLM
+from perdure.server.config import ServeConfig
+from perdure.server.errors import HTTPError
+from perdure.server.metrics import Metrics
+from perdure.server.tools import found_convention
+
+
+class Front:
+    """max_model_len: None where nobody told. convention: how the model writes calls of tools; None = it has no way."""
+
+    def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
+        self.llm = llm
+        self.config = config
+        description = llm.describe()
+        self.root = str(description["model"])
+        self.model = config.served_model_name or self.root
+        self.max_model_len: int | None = description.get("max_model_len")
+        self.metrics = Metrics(self.model, description)
+        self.convention = found_convention(llm, config.tool_call_parser)
+        self.created = int(time.time())
+        self.is_draining = False
+        self.is_warm = False
+        self._num_inside = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def check_model(self, asked: str | None) -> None:
+        """Raises `HTTPError` for another model than this one."""
+        if asked is not None and asked not in (self.model, self.root):
+            raise HTTPError(
+                404,
+                f"model={asked[:200]!r} is not served here, {self.model!r} is",
+                "not_found_error",
+                param="model",
+                code="model_not_found",
+            )
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around what must be done before the server may end. Raises `HTTPError` once it is ending."""
+        if self.is_draining:
+            raise HTTPError(
+                503, "the server is ending and takes no new requests", "service_unavailable_error", code="draining"
+            )
+        self._num_inside += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._idle.set()
+
+    async def drained(self) -> None:
+        """Returns when nothing is inside."""
+        await self._idle.wait()
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"

@@ -1,0 +1,73 @@
+"""Settings of a request, from its body. Raises `InvalidValue` and `HTTPError`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from perdure import SamplingParams
+from perdure.server.errors import HTTPError
+from perdure.server.protocol.chat import ChatRequest
+from perdure.server.protocol.common import ResponseFormat, Sampling
+from perdure.server.protocol.completions import CompletionRequest
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""Of `/v1/completions` alone, as OpenAI's description says."""
+
+
+def of_completion(body: CompletionRequest) -> SamplingParams:
+    given = _given(body)
+    given["max_tokens"] = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.logprobs is not None:
+        given["logprobs"] = body.logprobs
+        if body.echo:
+            given.setdefault("prompt_logprobs", body.logprobs)
+    return SamplingParams(**given)
+
+
+def of_chat(body: ChatRequest, structure: dict[str, Any] | None) -> SamplingParams:
+    """structure: what a forced call of a tool makes the output be."""
+    given = _given(body)
+    if structure is not None:
+        if "structured_outputs" in given:
+            raise HTTPError(400, "tool_choice forces a call, and structured_outputs or response_format something else")
+        given["structured_outputs"] = structure
+    limits = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise HTTPError(
+            400,
+            f"max_tokens={body.max_tokens} and max_completion_tokens={body.max_completion_tokens} are two names of one"
+            " limit: give one of them",
+            param="max_tokens",
+        )
+    if limits:
+        given["max_tokens"] = limits.pop()
+    if body.logprobs:
+        given["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise HTTPError(400, f"top_logprobs={body.top_logprobs} needs logprobs=true", param="top_logprobs")
+    return SamplingParams(**given)
+
+
+def _given(body: Sampling) -> dict[str, Any]:
+    given = body.given()
+    given["output_kind"] = "delta" if body.stream else "final"
+    if body.stream_options is not None and not body.stream:
+        raise HTTPError(400, "stream_options is given, but stream is not true", param="stream_options")
+    structure = _structure(body.response_format)
+    if structure is not None:
+        if "structured_outputs" in given:
+            raise HTTPError(400, "response_format and structured_outputs both say what the output is: give one of them")
+        given["structured_outputs"] = structure
+    return given
+
+
+def _structure(given: ResponseFormat | None) -> dict[str, Any] | None:
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return {"json_object": True}
+    if given.json_schema is None or given.json_schema.schema is None:
+        raise HTTPError(
+            400, "response_format.json_schema.schema is missing for type 'json_schema'", param="response_format"
+        )
+    return {"json": given.json_schema.schema}

@@ -1,0 +1,128 @@
+"""`serve`: an engine and its HTTP front end, from start until a signal ends them.
+
+- The first SIGTERM or SIGINT drains: `/ready` is 503 and new requests are refused at once, those inside go on for
+  `drain_timeout_s`, then they end with what they have and are answered. A second one ends everything at once.
+- Handlers of signals are installed here and nowhere else: whoever embeds `make_app` keeps his own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from perdure import AsyncLLM, EngineConfig, InvalidValue, PerdureError, SamplingParams
+from perdure.server.app import make_app, requests_log
+from perdure.server.config import ServeConfig
+from perdure.server.front import Front
+
+log = logging.getLogger("perdure")
+
+ANSWERS_S = 3.0
+"""How long aborted requests may take to be answered."""
+
+
+def serve(config: EngineConfig, serving: ServeConfig, say: Callable[[str], None] = print) -> None:
+    """Serve until a signal. say: is told where, once it is ready. Raises what the engine's start raises."""
+    listening = bound_socket(serving)
+    try:
+        llm = AsyncLLM(**{name: getattr(config, name) for name in config.__struct_fields__})
+    except BaseException:
+        listening.close()
+        raise
+    try:
+        asyncio.run(_serve(llm, serving, listening, say))
+    finally:
+        llm.shutdown()
+
+
+def bound_socket(serving: ServeConfig) -> socket.socket:
+    """The port is taken before the model is loaded: who cannot have it hears of it at once."""
+    family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
+    listening = socket.socket(family)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((serving.host, serving.port))
+    except OSError as error:
+        listening.close()
+        raise InvalidValue(f"host={serving.host!r} port={serving.port}: {error.strerror or error}") from None
+    return listening
+
+
+async def _serve(llm: AsyncLLM, serving: ServeConfig, listening: socket.socket, say: Callable[[str], None]) -> None:
+    front = Front(llm, serving)
+    await warm_up(front)
+    if serving.log_requests:
+        _show_requests()
+    server = Server(front)
+    scheme = "http" if serving.ssl_certfile is None else "https"
+    host = f"[{serving.host}]" if ":" in serving.host else serving.host
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.on_signal)
+    listening.listen(2048)
+    say(f"serving {front.model} at {scheme}://{host}:{listening.getsockname()[1]}")
+    await server.serve([listening])
+
+
+async def warm_up(front: Front) -> None:
+    """One token, and then as after start: what comes first must not depend on this."""
+    await front.llm.generate([0], SamplingParams(max_tokens=1, detokenize=False))
+    await front.llm.reset()
+    front.is_warm = True
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, ended by us."""
+
+    def __init__(self, front: Front) -> None:
+        super().__init__(
+            uvicorn.Config(
+                make_app(front),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                ssl_certfile=front.config.ssl_certfile,
+                ssl_keyfile=front.config.ssl_keyfile,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self.front = front
+        self._draining: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing: `on_signal` is called."""
+        yield
+
+    def on_signal(self) -> None:
+        if self._draining is not None:
+            os._exit(1)
+        self.front.is_draining = True
+        self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        front = self.front
+        try:
+            async with asyncio.timeout(front.config.drain_timeout_s):
+                await front.drained()
+        except TimeoutError:
+            with contextlib.suppress(PerdureError):
+                await front.llm.abort()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(front.drained(), ANSWERS_S)
+        self.should_exit = True
+
+
+def _show_requests() -> None:
+    requests_log.setLevel(logging.INFO)
+    requests_log.propagate = False
+    requests_log.addHandler(logging.StreamHandler(sys.stderr))

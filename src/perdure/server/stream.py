@@ -1,0 +1,74 @@
+"""Server-sent events: one `data:` line each, `[DONE]` at the end, and an abort when the reader goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from perdure.server.errors import as_http
+from perdure.server.protocol.common import ErrorBody
+
+_encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def event(value: msgspec.Struct, name: str | None = None) -> bytes:
+    """One event. name: its kind, where the interface gives events kinds."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + _encode(value) + b"\n\n"
+
+
+class EventStream(Response):
+    """events: what is sent; an error among them is told in OpenAI's form, as the last event. on_end is called however
+    this ends, and must abort what has not ended."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes], on_end: Callable[[], None], headers: dict[str, str], done: bytes = DONE
+    ) -> None:
+        super().__init__(None, 200, {**HEADERS, **headers})
+        del self.headers["content-length"]
+        self._events = events
+        self._on_end = on_end
+        self._done = done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(until_gone(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            self._on_end()
+            for task in (sending, gone):
+                task.cancel()
+            await asyncio.gather(sending, gone, return_exceptions=True)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        with contextlib.suppress(OSError):  # the reader is gone
+            async for part in _told(self._events, self._done):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _told(events: AsyncGenerator[bytes], done: bytes) -> AsyncIterator[bytes]:
+    try:
+        async for one in events:
+            yield one
+    except Exception as error:
+        yield event(ErrorBody(error=as_http(error).detail))
+    yield done
+
+
+async def until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,175 @@
+"""`/v1/chat/completions`: templates, tools, reasoning, structure; a stream joined is what was not streamed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from perdure import LLM, SamplingParams
+from tests.server.conftest import Running
+from tests.server.joining import joined_chat
+
+PATH = "/v1/chat/completions"
+USER = {"role": "user", "content": "1+2?"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}, "b": {"enum": ["x", "y"]}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+OTHER = {"type": "function", "function": {"name": "now", "parameters": {"enum": [{"a": 1}]}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>'
+
+
+def saying(text: str) -> dict[str, Any]:
+    """Settings with which the model says this."""
+    return {"structured_outputs": {"choice": [text]}, "max_tokens": 400, "include_stop_str_in_output": False}
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"n": 3, "logprobs": True, "top_logprobs": 2},
+    {"logprobs": True, "return_tokens_as_token_ids": True},
+    {"return_token_ids": True, "prompt_logprobs": 1},
+    {"stop": "a", "include_stop_str_in_output": True},
+    {"stream_interval": 3, "return_token_ids": True},
+    {"tools": [TOOL], **saying(f"Look:\n{CALL}\n{CALL} done")},
+    {"tools": [TOOL], **saying(f"{CALL}{CALL}"), "parallel_tool_calls": False},
+    {"tools": [TOOL], **saying("<tool_call> no call </tool_call> <tool_"), "logprobs": True},
+    {"tools": [TOOL], "tool_choice": "none", **saying(CALL)},
+    {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}, "max_tokens": 60},
+    {"tools": [OTHER], "tool_choice": "required", "max_tokens": 120, "n": 2},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["yes", "no"]}}}},
+    {"response_format": {"type": "text"}, "chat_template_kwargs": {"thinks": True}},
+    {"add_generation_prompt": False, "include_reasoning": False},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "none")
+def test_a_stream_joined_is_what_is_not_streamed(server: Running, options: dict[str, Any]) -> None:
+    body = {"messages": [USER], "seed": 11, "max_tokens": 8, "request_id": "named", **options}
+    whole = server.told(PATH, **body)
+    events = server.stream(PATH, **body, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    for used in (whole["usage"], events[-1]["usage"]):
+        used.pop("prompt_tokens_details")
+    assert events[-1]["usage"] == whole["usage"] and events[0]["choices"][0]["delta"]["role"] == "assistant"
+    for name in ("prompt_token_ids", "prompt_logprobs"):
+        assert [event[name] for event in events if name in event] == ([whole[name]] if name in whole else [])
+    assert joined_chat(events) == {
+        choice["index"]: {
+            **choice,
+            "message": {name: one for name, one in choice["message"].items() if name != "refusal"},
+        }
+        for choice in whole["choices"]
+    }
+
+
+def test_a_chat_is_what_the_engine_gives(server: Running, direct: LLM) -> None:
+    whole = server.told(
+        PATH, messages=[USER], seed=3, n=2, max_completion_tokens=9, logprobs=True, return_token_ids=True
+    )
+    [result] = direct.chat([USER], SamplingParams(seed=3, n=2, max_tokens=9, logprobs=0, return_prompt=True))
+    assert whole["prompt_token_ids"] == result.prompt_token_ids
+    for choice, output in zip(whole["choices"], result.outputs):
+        assert choice["message"]["content"] == output.text and choice["token_ids"] == output.token_ids
+        assert [one["logprob"] for one in choice["logprobs"]["content"]] == output.selected_logprobs
+        spelled = bytes(byte for one in choice["logprobs"]["content"] for byte in one["bytes"])
+        assert spelled.decode(errors="replace") == output.text
+
+
+def test_parts_of_a_content_and_names_reach_the_template(server: Running) -> None:
+    parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
+    told = server.told(
+        "/tokenize", messages=[{"role": "user", "content": parts}], chat_template_kwargs={"thinks": True}
+    )
+    assert server.told("/detokenize", tokens=told["tokens"])["prompt"] == "<s>user: 1\n2\nassistant: <think>"
+
+
+def test_tools_are_shown_and_calls_read(server: Running) -> None:
+    shown = server.told("/tokenize", messages=[USER], tools=[TOOL])
+    assert f"tools: {json.dumps(TOOL)}\n" in server.told("/detokenize", tokens=shown["tokens"])["prompt"]
+    choice = server.told(PATH, messages=[USER], tools=[TOOL], **saying(f"Look:\n{CALL}\n{CALL} done"))["choices"][0]
+    message = choice["message"]
+    assert message["content"] == "Look:done" and choice["finish_reason"] == "tool_calls"
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["add", "add"]
+    assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"a": 1, "b": "x"}] * 2
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert len(set(ids)) == 2
+    answer = {"role": "tool", "tool_call_id": ids[0], "content": "3"}
+    assert server.told(PATH, messages=[USER, message, answer], tools=[TOOL], max_tokens=1)["choices"]
+
+
+def test_a_forced_call_is_one(server: Running) -> None:
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice, count in ((named, 1), ("required", 1)):
+        told = server.told(
+            PATH,
+            messages=[USER],
+            tools=[TOOL],
+            tool_choice=choice,
+            max_tokens=400,
+            seed=1,
+            temperature=0,
+            parallel_tool_calls=False,
+        )
+        calls = told["choices"][0]["message"]["tool_calls"]
+        arguments = json.loads(calls[0]["function"]["arguments"])
+        assert len(calls) == count and set(arguments) == {"a", "b"} and arguments["b"] in ("x", "y")
+        assert told["choices"][0]["message"]["content"] is None
+
+
+def test_reasoning_stands_apart(server: Running) -> None:
+    said = "<think>\nhm\n</think>\n\nyes"
+    forced = server.told("/tokenize", prompt=said, add_special_tokens=False)["tokens"]
+    message = server.told(PATH, messages=[USER], forced_token_ids=forced)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
+    begun = server.told("/tokenize", prompt="hm</think>yes", add_special_tokens=False)["tokens"]
+    body = {"messages": [USER], "forced_token_ids": begun, "chat_template_kwargs": {"thinks": True}}
+    whole = server.told(PATH, **body)["choices"][0]["message"]
+    assert (whole["reasoning_content"], whole["content"]) == ("hm", "yes")
+    streamed = joined_chat(server.stream(PATH, **body))[0]["message"]
+    assert (streamed["reasoning_content"], streamed["content"]) == ("hm", "yes")
+    hidden = server.told(PATH, **body, include_reasoning=False)["choices"][0]["message"]
+    assert "reasoning_content" not in hidden and hidden["content"] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": []}, "messages=[]"),
+        ({"messages": "a"}, "messages='a'"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+        ({"messages": [USER], "max_tokens": 1, "max_completion_tokens": 2}, "two names"),
+        ({"messages": [USER], "top_logprobs": 2}, "needs logprobs"),
+        ({"messages": [USER], "tool_choice": "required"}, "tools is empty"),
+        ({"messages": [USER], "tools": [TOOL, TOOL]}, "two functions of one name"),
+        ({"messages": [USER], "tools": [{"type": "function"}]}, "tools[0].function is missing"),
+        (
+            {"messages": [USER], "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice names 'f'",
+        ),
+        (
+            {
+                "messages": [USER],
+                "tools": [TOOL],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "tool_choice forces",
+        ),
+        ({"messages": [USER], "chat_template_kwargs": {"messages": []}}, "none of the template's own"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "no"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_body_is_refused(server: Running, body: dict[str, Any], words: str) -> None:
+    assert words in server.refused(PATH, **body)["message"]

@@ -1,0 +1,261 @@
+"""Requests that are aborted, left, refused or overtaken by the server's end, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import Running, running
+from tests.witness import witness
+
+PATH = "/v1/completions"
+ENDLESS = {"max_tokens": 900, "ignore_eos": True, "return_token_ids": True}
+
+
+def test_t02_an_id_is_free_straight_after_its_abort(server: Running) -> None:
+    draw, partial = random.Random(2), 0
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(12):
+            first = pool.submit(server.told, PATH, prompt=[256, 7], request_id="x", **ENDLESS)
+            server.wait_until(lambda stats: stats["num_running"] > 0)
+            time.sleep(draw.random() * 0.02)
+            assert server.post("/abort", request_ids=["x"]).status_code == 200
+            second = server.told(PATH, prompt=[256, 9, 9], request_id="x", max_tokens=4, ignore_eos=True, temperature=0)
+            ended = first.result()
+            assert ended["id"] == second["id"] == "x"
+            assert ended["choices"][0]["finish_reason"] == "abort"
+            assert second["choices"][0]["finish_reason"] == "length" and second["usage"]["completion_tokens"] == 4
+            partial += len(ended["choices"][0]["token_ids"]) > 0
+    witness("T02-http", partial=partial)
+
+
+def test_t05_a_request_that_waits_for_pages_is_aborted_with_what_it_has(tiny: Path) -> None:
+    settings: dict[str, Any] = {
+        "num_pages": 8,
+        "paused_pages": 8,
+        "enable_prefix_caching": False,
+        "check_integrity": True,
+    }
+    with running(tiny, {}, **settings) as server, ThreadPoolExecutor(2) as pool:
+        body = {"max_tokens": 100, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
+        calls = {
+            name: pool.submit(server.told, PATH, prompt=[256, first], request_id=name, **body)
+            for name, first in (("a", 5), ("b", 6))
+        }
+        stats = server.wait_until(lambda now: now["num_paused"] or now["num_evictions"])
+        name = stats["paused_ids"][0] if stats["paused_ids"] else "b"
+        server.post("/abort", request_ids=name)
+        aborted = calls[name].result()["choices"][0]
+        other = calls["a" if name == "b" else "b"].result()["choices"][0]
+        assert (
+            aborted["finish_reason"] == "abort" and len(aborted["token_ids"]) == len(aborted["logprobs"]["tokens"]) > 0
+        )
+        assert other["finish_reason"] == "length" and len(other["token_ids"]) == 100
+        server.check_empty()
+        witness("T05-http", kept=len(aborted["token_ids"]), waited=stats["num_pauses"] + stats["num_evictions"])
+
+
+def test_t07_harmless_aborts(server: Running) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.told, PATH, prompt=[256, 7], request_id="abc", **{**ENDLESS, "max_tokens": 300})
+        server.wait_until(lambda stats: stats["num_running"] > 0)
+        server.told(PATH, prompt="a", request_id="done", max_tokens=1)
+        for names in ("", "unknown", "done", ["ab", "ab"], [], 7):
+            assert server.post("/abort", request_ids=names).status_code == 200
+        choice = running.result()["choices"][0]
+    assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == 300
+    witness("T07-http", tokens=300)
+
+
+def test_a_live_id_is_refused(server: Running) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.told, PATH, prompt=[256, 7], request_id="twice", **ENDLESS)
+        server.wait_until(lambda stats: stats["num_running"] > 0)
+        assert "twice" in server.refused(PATH, prompt="a", request_id="twice", max_tokens=1)["message"]
+        server.post("/abort", request_ids=["twice"])
+        assert running.result()["choices"][0]["finish_reason"] == "abort"
+
+
+def test_t67_a_client_that_goes_aborts_its_requests(server: Running) -> None:
+    """20 streams and 5 whole answers, left at random moments."""
+    draw = random.Random(67)
+
+    async def leave(number: int) -> int:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            body = {**ENDLESS, "prompt": [256, number], "n": 1 + number % 2}
+            if number >= 20:
+                with pytest.raises(httpx.ReadTimeout):
+                    await client.post(PATH, json=body, timeout=0.2 + draw.random() * 0.2)
+                return 0
+            received, wanted = 0, draw.randrange(1, 12)
+            async with client.stream("POST", PATH, json={**body, "stream": True}) as answer:
+                async for _ in answer.aiter_lines():
+                    received += 1
+                    if received >= wanted:
+                        break
+            return received
+
+    async def all_leave() -> list[int]:
+        return await asyncio.gather(*(leave(number) for number in range(25)))
+
+    received = asyncio.run(all_leave())
+    left_at = time.monotonic()
+    server.check_empty()
+    seconds = time.monotonic() - left_at
+    assert server.http.get("/health").status_code == 200
+    witness("T67", events=sum(received), aborted_after_ms=max(1, round(seconds * 1000)))
+
+
+def test_a_full_queue_is_429(tiny: Path) -> None:
+    with running(tiny, {}, num_pages=256, max_num_seqs=1, max_num_waiting=1) as server, ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(server.told, PATH, prompt=[256, 7], request_id=f"r{i}", **ENDLESS) for i in range(2)]
+        server.wait_until(lambda stats: stats["num_running"] == 1 and stats["num_waiting"] == 1)
+        for stream in (False, True):
+            answer = server.post(PATH, prompt="a", stream=stream)
+            assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+            assert answer.json()["error"]["code"] == "queue_full"
+        server.post("/abort")
+        assert {call.result()["choices"][0]["finish_reason"] for call in calls} == {"abort"}
+        server.check_empty()
+
+
+def test_keys_origins_and_sizes(tiny: Path) -> None:
+    serving = {
+        "api_keys": ("user", "other"),
+        "control_keys": ("boss",),
+        "allowed_origins": ("https://page.example",),
+        "max_body_bytes": 1000,
+    }
+    with running(tiny, serving, num_pages=64) as server:
+        http = server.http
+        body = {"prompt": "a", "max_tokens": 1}
+        for key, path, status in (
+            (None, PATH, 401),
+            ("wrong", PATH, 401),
+            ("user", PATH, 200),
+            ("other", PATH, 200),
+            ("boss", PATH, 200),
+            ("user", "/pause", 401),
+            (None, "/pause", 401),
+            ("boss", "/reset_prefix_cache", 200),
+        ):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            answer = http.post(path, json=body if path == PATH else None, headers=headers)
+            assert answer.status_code == status, (key, path, answer.text)
+        assert [http.get(path).status_code for path in ("/health", "/ready", "/metrics")] == [200, 200, 200]
+        assert http.get("/v1/models").status_code == 401
+        user = {"Authorization": "Bearer user"}
+        for content in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):
+            answer = http.post(PATH, content=content, headers=user)
+            assert answer.status_code == 413 and "max_body_bytes=1000" in answer.text
+        asks = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+        assert http.options(PATH, headers=asks).headers["access-control-allow-origin"] == "https://page.example"
+        asks["Origin"] = "https://other.example"
+        assert "access-control-allow-origin" not in http.options(PATH, headers=asks).headers
+
+
+def test_control_is_closed_without_a_key(tiny: Path) -> None:
+    with running(tiny, {"open_control": False}, num_pages=64) as server:
+        assert server.refused("/pause", 403)["code"] == "control_closed"
+        assert server.told(PATH, prompt="a", max_tokens=1)
+
+
+@contextmanager
+def process(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """`perdure serve`, as a user starts it."""
+    command = [sys.executable, "-m", "perdure", "serve", str(model), "--port", "0", "--open-control", *options]
+    env = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    try:
+        assert started.stderr is not None
+        line = started.stderr.readline()
+        assert " at http://" in line, line + started.stderr.read()
+        with httpx.Client(base_url=line.split()[-1], timeout=60) as client:
+            yield started, client
+    finally:
+        started.kill()
+        started.wait()
+
+
+def in_flight(client: httpx.Client, count: int) -> list[list[dict[str, Any]]]:
+    """So many streams that have begun, on threads; each list fills up as events come."""
+    found: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+
+    def read(number: int) -> None:
+        body = {**ENDLESS, "prompt": [256, number], "stream": True}
+        with contextlib.suppress(httpx.TransportError), client.stream("POST", PATH, json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    found[number].append(json.loads(line.removeprefix("data: "))["choices"][0])
+
+    threads = [threading.Thread(target=read, args=[number], daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    while not all(found):
+        time.sleep(0.01)
+    return found
+
+
+def ends(found: list[list[dict[str, Any]]], timeout_s: float = 30) -> list[str]:
+    give_up_at = time.monotonic() + timeout_s
+    while any(events[-1]["finish_reason"] is None for events in found):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+    return [events[-1]["finish_reason"] for events in found]
+
+
+def test_t68_sigterm_without_time_ends_requests_with_what_they_have(tiny: Path) -> None:
+    begun = time.monotonic()
+    with process(tiny, "--drain-timeout", "0") as (server, client):
+        started_in = time.monotonic() - begun
+        found = in_flight(client, 3)
+        server.send_signal(signal.SIGTERM)
+        told_at = time.monotonic()
+        assert ends(found) == ["abort"] * 3
+        assert server.wait(60) == 0
+        assert time.monotonic() - told_at < max(
+            5.0, started_in
+        )  # a machine too busy to start one in time is no witness
+        witness("T68-0", tokens=sum(len(events) for events in found))
+
+
+def test_t68_sigterm_with_time_lets_them_finish_and_a_second_ends_at_once(tiny: Path) -> None:
+    with process(tiny, "--drain-timeout", "30") as (server, client):
+        found = in_flight(client, 3)
+        server.send_signal(signal.SIGTERM)
+        while (ready := client.get("/ready")).status_code == 200:
+            time.sleep(0.005)
+        assert ready.status_code == 503 and ready.json()["state"] == "draining"
+        assert client.get("/health").status_code == 200
+        refused = client.post(PATH, json={"prompt": "a"})
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+        alive = server.poll() is None and any(events[-1]["finish_reason"] is None for events in found)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 1 and alive
+        witness("T68-second", tokens=sum(len(events) for events in found))
+
+
+def test_t68_requests_inside_finish_while_new_ones_are_refused(tiny: Path) -> None:
+    """The signal's handler itself, in this process."""
+    with running(tiny, {"drain_timeout_s": 30.0}, num_pages=256) as server:
+        found = in_flight(server.http, 3)
+        server.loop.call_soon_threadsafe(server.server.on_signal)
+        assert ends(found) == ["length"] * 3
+        assert [sum(len(part["token_ids"]) for part in events) for events in found] == [900] * 3
+        witness("T68-30", tokens=2700)
