@@ -38,13 +38,22 @@ def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
 
 
-def tokens_a_second(llm: LLM, wanted: list[list[int]], num_tokens: int) -> float:
+def cpu_seconds(pids: list[int]) -> float:
+    """Of these processes so far, and of this one."""
+    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return time.process_time() + sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+def tokens_a_second(llm: LLM, wanted: list[list[int]], num_tokens: int) -> tuple[float, float]:
+    """By the clock, and by CPU time of all processes."""
+    processes = getattr(llm._engine, "_processes", None)
+    pids = [] if processes is None else [child.process.pid for child in processes.children]
     llm.reset_prefix_cache()
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), cpu_seconds(pids)
     results = llm.generate(wanted, greedy(num_tokens))
-    seconds = time.perf_counter() - began
+    seconds, cpu_s = time.perf_counter() - began, cpu_seconds(pids) - cpu_began
     assert all(len(result.outputs[0].token_ids) == num_tokens for result in results)
-    return len(wanted) * num_tokens / seconds
+    return len(wanted) * num_tokens / seconds, len(wanted) * num_tokens / cpu_s
 
 
 def prompt_tokens_computed(llm: LLM, num_new: int, num_answered: int, seed: int = 0) -> int:
@@ -75,6 +84,10 @@ def start_and_stop(model: str | None, num_replicas: int) -> Traffic:
     return {"serves_s": serves - began, "first_token_s": answered - began, "shutdown_s": ended - answered}
 
 
+def middle(rates: list[tuple[float, float]], by: int) -> float:
+    return statistics.median(rate[by] for rate in rates)
+
+
 def measure(model: str | None, num_requests: int, num_tokens: int, repeat: int) -> dict[str, Any]:
     num_threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(num_threads)
@@ -82,7 +95,7 @@ def measure(model: str | None, num_requests: int, num_tokens: int, repeat: int) 
     one, two = LLM(model), LLM(model, data_parallel_size=2)
     try:
         wanted = prompts(num_requests, 32, 128, one.vocab_size, seed=7)
-        rates: dict[str, list[float]] = {"one": [], "two": []}
+        rates: dict[str, list[tuple[float, float]]] = {"one": [], "two": []}
         for turn in range(repeat + 1):
             for name, llm in (("one", one), ("two", two)):
                 rate = tokens_a_second(llm, wanted, num_tokens)
@@ -97,7 +110,8 @@ def measure(model: str | None, num_requests: int, num_tokens: int, repeat: int) 
         "threads": num_threads,
         "starts": starts,
         "tokens_a_second": rates,
-        "ratio": statistics.median(rates["two"]) / statistics.median(rates["one"]),
+        "ratio": middle(rates["two"], 0) / middle(rates["one"], 0),
+        "ratio_by_cpu": middle(rates["two"], 1) / middle(rates["one"], 1),
         "prompt_tokens_computed": computed,
         "computed_ratio": computed["two"] / computed["one"],
     }
@@ -116,8 +130,11 @@ def main() -> None:
             f"two replicas serve after {start['serves_s']:.1f} s, first token after {start['first_token_s']:.1f}, "
             f"gone within {start['shutdown_s']:.2f}"
         )
-    one, two = (statistics.median(found["tokens_a_second"][name]) for name in ("one", "two"))
-    print(f"one engine, {found['threads']} threads: {one:.0f} tokens/s; two replicas: {two:.0f}; {found['ratio']:.3f}")
+    one, two = (middle(found["tokens_a_second"][name], 0) for name in ("one", "two"))
+    print(
+        f"one engine, {found['threads']} threads: {one:.0f} tokens/s; two replicas: {two:.0f}; times: "
+        f"{found['ratio']:.3f} by the clock, {found['ratio_by_cpu']:.3f} by CPU time"
+    )
     computed = found["prompt_tokens_computed"]
     print(
         f"{NUM_CONVERSATIONS} conversations of {NUM_TURNS} turns: {computed['one']} prompt tokens computed by one "

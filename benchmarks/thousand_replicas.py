@@ -12,6 +12,7 @@ sockets add is that of `coordinator_load.py`, see docs/replicas.md.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import time
@@ -166,6 +167,8 @@ def measure(num_replicas: int, num_clients: int, load: Load, seconds: float) -> 
     world = World(num_replicas, num_clients, load)
     world.run(WARM_UP_S)
     assert len(world.coordinator.router.members.serving) == num_replicas
+    gc.collect()
+    gc.freeze()  # whoever simulates all peers in one process shall not have the collector look at them all again
     tokens, ended = (sum(getattr(one, name) for one in world.clients) for name in ("num_tokens", "num_ended"))
     count = world.run(seconds)
     return {
@@ -191,14 +194,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     busy = Load(args.together, args.step_ms / 1000, args.tokens)
-    rows = [measure(count, args.clients, busy._replace(together=0), args.seconds) for count in args.replicas]
-    rows += [measure(count, args.clients, busy, args.seconds) for count in args.replicas]
+    rows = []
     print("a second: replicas  requests   tokens  packets in      out     MB in      out  of a core")
-    for row in rows:
+    for load, count in itertools.product((busy._replace(together=0), busy), args.replicas):
+        rows.append(row := measure(count, args.clients, load, args.seconds))
         print(
             f"{row['replicas']:18} {row['requests']:9.0f} {row['tokens']:8.0f} {row['packets_in']:11.0f} "
             f"{row['packets_out']:8.0f} {row['bytes_in'] / 1e6:9.2f} {row['bytes_out'] / 1e6:8.2f} "
-            f"{row['core_share']:9.1%}"
+            f"{row['core_share']:9.1%}",
+            flush=True,
         )
     if args.json is not None:
         workload = {name: getattr(args, name) for name in ("together", "step_ms", "tokens", "clients", "seconds")}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from perdure.api.config import RoutingPolicy
@@ -95,3 +97,29 @@ def test_the_table_forgets_replicas_and_the_oldest() -> None:
     assert len(table) == 3 and table.depth(WARM, 8, 2.0) == 0
     table.clear()
     assert not len(table)
+
+
+def test_the_choice_is_that_of_looking_at_everybody() -> None:
+    """Against the formula as written, for all at once, on random tables and loads."""
+    rng = random.Random(7)
+    num_moved = 0
+    for _ in range(2000):
+        alpha = rng.choice((0.0, 0.3, 1.0, 100.0))
+        one = chooser("longest_prefix", alpha, ttl_s=5.0)
+        sessions = list(range(7, 7 + rng.randint(1, 5)))
+        keys = page_keys(range(16 * rng.randint(1, 5) + 1), PAGE)
+        for session in sessions:
+            if rng.random() < 0.6:
+                one.table.touch(keys[: rng.randint(1, len(keys))], session, rng.choice((0.0, 8.0)))
+        loads = [(session, rng.randint(0, 4)) for session in sessions]
+        mean = sum(load for _, load in loads) / len(loads)
+        scores = [
+            one.table.depth(keys, session, 10.0) / len(keys) - alpha * (load - mean) / max(1.0, mean)
+            for session, load in loads
+        ]
+        best = max(range(len(loads)), key=lambda at: (scores[at], -loads[at][1], -at))
+        num_moved += loads[best][1] > min(load for _, load in loads)
+        if not any(one.table.depth(keys, session, 10.0) for session in sessions):
+            best = min(range(len(loads)), key=lambda at: (loads[at][1], at))
+        assert one.choose(keys, loads, 10.0) == loads[best][0]
+    assert num_moved, "a prefix never weighed more than a load"

@@ -1,7 +1,11 @@
-"""What the coordinator costs with its sockets, and how soon replicas are there and gone: best of several."""
+"""What the coordinator costs with its sockets, and how soon replicas are there and gone: best of several.
+
+CPU time is judged anywhere, times on the clock only where others leave a core free.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,14 +21,20 @@ MOST_P99_MS = 5.0
 MOST_START_S, MOST_SHUTDOWN_S = 15.0, 3.0
 
 
+def is_quiet() -> bool:
+    """Whether a time on the clock says something here."""
+    return os.getloadavg()[0] < len(os.sched_getaffinity(0))
+
+
 def test_what_a_request_and_a_token_cost_and_how_much_later_they_are() -> None:
     """CPU of the coordinator's process; times at a tenth of the load that one core then bears."""
+    judges_times = is_quiet()
     found = [compare("tcp", num_requests=1200, together=32, num_tokens=64, part=8) for _ in range(3)]
     us_a_request = min(one["bare"]["us_a_request"] for one in found)
     us_a_token = min(one["us_a_token"] for one in found)
     p99_ms = {name: min(one[name]["at_a_tenth_ms"]["p99"] for one in found) for name in ("bare", "streamed")}
     assert us_a_request < MOST_US_A_REQUEST and us_a_token < MOST_US_A_TOKEN, found
-    assert max(p99_ms.values()) < MOST_P99_MS, found
+    assert max(p99_ms.values()) < MOST_P99_MS or not judges_times, found
     witness(
         "coordinator-cost",
         us_a_request=round(us_a_request),
@@ -34,6 +44,8 @@ def test_what_a_request_and_a_token_cost_and_how_much_later_they_are() -> None:
 
 
 def test_two_replicas_of_the_default_model_start_and_go(smollm2_path: Path) -> None:
+    judges_times = is_quiet()
     found = start_and_stop(str(smollm2_path), 2)
-    assert found["first_token_s"] < MOST_START_S and found["shutdown_s"] < MOST_SHUTDOWN_S, found
+    in_time = found["first_token_s"] < MOST_START_S and found["shutdown_s"] < MOST_SHUTDOWN_S
+    assert in_time or not judges_times, found
     witness("replicas-start", **{name: round(seconds, 2) for name, seconds in found.items()})

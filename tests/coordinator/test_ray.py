@@ -25,23 +25,26 @@ from tests.witness import witness
 pytest.importorskip("ray", reason="Ray is not installed (pip install 'perdure[ray]')")
 
 SRC = Path(__file__).parents[2] / "src"
+QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+"""How soon Ray notices that a node is gone."""
 OBJECT_STORE_BYTES = 80 * 2**20
 """No object goes through it; Ray takes no less."""
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
     """A head that holds no replica, and two nodes for one each."""
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_DISABLE_IMPORT_WARNING", "1")
-    cluster = Cluster(initialize_head=True, head_node_args=node(num_cpus=0))
-    for _ in range(2):
-        cluster.add_node(**node(num_cpus=1))
-    yield cluster
-    cluster.shutdown()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")]))
+        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        cluster = Cluster(initialize_head=True, head_node_args={**node(num_cpus=0), "_system_config": QUICK})
+        for _ in range(2):
+            cluster.add_node(wait=False, **node(num_cpus=1))
+        cluster.wait_for_nodes()
+        yield cluster
+        cluster.shutdown()
 
 
 def node(num_cpus: int) -> dict[str, Any]:
@@ -53,6 +56,12 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < give_up_at, f"not within {PATIENCE_S} s: {what}"
         time.sleep(0.02)
+
+
+def test_without_a_cluster_it_is_said_so(tmp_path: Path) -> None:
+    """First, while there is none."""
+    with pytest.raises(InvalidValue, match="ray: no cluster at address='auto'"):
+        RayReplicas(EngineConfig(), f"ipc://{tmp_path}/c", None, 1, Place(), lambda error: None)
 
 
 def test_replicas_on_a_cluster_of_nodes(cluster: Any, tiny: Path, tmp_path: Path, direct: LLM) -> None:
@@ -117,8 +126,3 @@ def test_what_keeps_replicas_from_beginning_is_told(cluster: Any, tmp_path: Path
     finally:
         replicas.end()
     assert str(tmp_path / "nothing") in str(errors[0])
-
-
-def test_without_a_cluster_it_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValue, match="ray: no cluster at address='auto'"):
-        RayReplicas(EngineConfig(), f"ipc://{tmp_path}/c", None, 1, Place(), lambda error: None)

@@ -148,6 +148,8 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a?" * MAX_REPEATS}, "too large to be kept track of"),
     ({"grammar": "start: x"}, "structured_outputs.grammar='start: x': at 1(8): unknown name: \"x\""),
     ({"grammar": 'start: start "a"'}, "nothing can follow that satisfies it"),
+    ({"grammar": 'start: "a" start'}, "what must follow is endless, or too long"),
+    ({"grammar": 'root ::= "a" other\nother ::= "b" root'}, "what must follow is endless, or too long"),
     ({"grammar": " \n"}, "No 'root' rule found"),
     ({"grammar": 'root ::= "a'}, "Unexpected end of input"),
     ({"grammar": 'other ::= "a"'}, "No 'root' rule found"),

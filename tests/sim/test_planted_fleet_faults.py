@@ -40,8 +40,8 @@ FAULTS = {
     ),
     "one_that_joins_before_it_is_in_line": (
         "coordinator/orders.py",
-        "        if not rounds:\n            self.joined.append(session)",
-        "        if True:\n            self.joined.append(session)",
+        "        if not rounds:\n            self._let_in(replica)",
+        "        if True:\n            self._let_in(replica)",
     ),
     "one_that_says_what_it_is_before_it_has_become_so": (
         "engine/bridge.py",

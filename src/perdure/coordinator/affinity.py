@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 from perdure.api.config import RoutingPolicy
 from perdure.api.prefix_key import page_key, root_key
@@ -61,6 +62,10 @@ class PrefixTable:
                 return
             del self._sent[key]
 
+    def holders(self, key: bytes) -> Mapping[int, float]:
+        """Replicas with an entry for this page, though perhaps too old a one."""
+        return self._sent.get(key, {})
+
     def depth(self, keys: Sequence[bytes], session: int, now: float) -> int:
         """How many pages from the first on this replica was sent."""
         for at, key in enumerate(keys):
@@ -84,6 +89,9 @@ class PrefixTable:
         self._sent.clear()
 
 
+_LOAD = itemgetter(1)
+
+
 class Chooser:
     """The policy, and what it remembers."""
 
@@ -100,10 +108,11 @@ class Chooser:
         if self._policy == "round_robin":
             self._turn += 1
             return loads[(self._turn - 1) % len(loads)][0]
-        found = self._by_prefix(keys, loads, now) if self.looks_up else None
-        chosen = min(loads, key=lambda one: one[1])[0] if found is None else found
-        if self.looks_up:
-            self.table.touch(keys, chosen, now)
+        least = min(loads, key=_LOAD)
+        if not self.looks_up:
+            return least[0]
+        chosen = self._by_prefix(keys, loads, least, now)
+        self.table.touch(keys, chosen, now)
         return chosen
 
     def holds(self, session: int, is_anew: bool, held: Sequence[bytes], gone: Sequence[bytes], now: float) -> None:
@@ -115,15 +124,20 @@ class Chooser:
         self.table.drop(gone, session)
         self.table.touch(held, session, now)
 
-    def _by_prefix(self, keys: Sequence[bytes], loads: Sequence[tuple[int, int]], now: float) -> int | None:
+    def _by_prefix(
+        self, keys: Sequence[bytes], loads: Sequence[tuple[int, int]], least: tuple[int, int], now: float
+    ) -> int:
+        """Of those that have nothing only the least loaded can win, so no other is looked at."""
         looked_up = keys[:1] if self._policy == "first_prefix_block" else keys
-        depths = [self.table.depth(looked_up, session, now) for session, _ in loads]
-        if not any(depths):
-            return None
-        mean = sum(load for _, load in loads) / len(loads)
-        scores = [
-            depth / len(looked_up) - self._alpha * (load - mean) / max(1.0, mean)
-            for depth, (_, load) in zip(depths, loads, strict=True)
-        ]
-        best = max(range(len(loads)), key=lambda at: (scores[at], -loads[at][1], -at))
-        return loads[best][0]
+        holders = self.table.holders(keys[0]) if keys else {}
+        if not holders:
+            return least[0]
+        mean = sum(map(_LOAD, loads)) / len(loads)
+        best, best_score = least, -float("inf")
+        for one in [one for one in loads if one[0] in holders or one is least]:
+            session, load = one
+            depth = self.table.depth(looked_up, session, now)
+            score = depth / len(looked_up) - self._alpha * (load - mean) / max(1.0, mean)
+            if (score, -load) > (best_score, -best[1]):
+                best, best_score = one, score
+        return best[0]

@@ -196,6 +196,11 @@ class Entries:
     def load(self, owner: int) -> int:
         return len(self._by_owner.get(owner, ()))
 
+    def loads(self, owners: Sequence[int]) -> list[tuple[int, int]]:
+        """Each with its load; asked for every request, of all replicas."""
+        found, nothing = self._by_owner.get, ()
+        return [(owner, len(found(owner, nothing))) for owner in owners]
+
     def of_client(self, client: int) -> list[Entry]:
         return list(self._by_client.get(client, {}).values())
 

@@ -358,9 +358,11 @@ class Router:
         for entry in entries if not serving else ():
             if entry.deadline is None:
                 entry.deadline = now + self._routing.replica_wait_s
-        for entry in entries if serving and not self.orders.holds_requests else ():
-            loads = [(replica.session, self.entries.load(replica.session)) for replica in serving]
-            owner = self._chooser.choose(entry.keys, loads, now)
+        if not serving or self.orders.holds_requests:
+            return
+        sessions = [replica.session for replica in serving] if entries else []
+        for entry in entries:
+            owner = self._chooser.choose(entry.keys, self.entries.loads(sessions), now)
             self._send(owner, m.Submit(entry.serial, known=entry.known()), entry.frames)
             replica = self.members.get(owner)
             assert replica is not None

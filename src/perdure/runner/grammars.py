@@ -122,9 +122,13 @@ class Grammars:
             raise InvalidValue(f"{asked.shown}: {_told_briefly(str(error))}") from None
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        ahead = matcher
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first mask finds what building did not
-        if fault := fault_of(matcher):
+            ahead = matcher.deep_copy()
+            if forced := ahead.compute_ff_tokens():  # where all must follow from here, it may be without end
+                ahead.consume_token(forced[0])
+        if fault := fault_of(matcher) or fault_of(ahead):
             raise InvalidValue(f"{asked.shown}: {fault}")
         return matcher
 
@@ -177,6 +181,8 @@ def _told_briefly(message: str) -> str:
     """The line of llguidance's message that says what is wrong; the others show where, in its own notation."""
     if message.startswith("NoExtensionBias"):
         return "nothing can follow that satisfies it"
+    if "Too many items" in message and "ff_tokens" in message:
+        return "what must follow is endless, or too long to be kept track of"
     if any(sign in message for sign in TOO_LARGE):
         return "it is too large to be kept track of: fewer or shorter repetitions and alternatives are needed"
     lines = [line.strip() for line in message.splitlines() if line.strip() and "<non-verbose/>" not in line]
