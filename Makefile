@@ -54,7 +54,7 @@ sanitize: $(VENV)/.stamp-tests
 	$(say) "the tests of the kernels under sanitizers"
 	@env CC="gcc -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g" \
 	   LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
-	   $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/ops/test_native.py tests/ops/test_attention.py tests/ops/test_kv_write.py
+	   $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/ops/test_native.py tests/ops/test_attention.py tests/ops/test_kv_write.py tests/ops/test_float8.py
 
 soak: REPORT = benchmarks/results/soak-$(shell date -u +%Y-%m-%d).txt
 soak: $(VENV)/.stamp-tests $(VENV)/.stamp-model
