@@ -102,7 +102,8 @@ def running(model: Path | str | None, serving: dict[str, Any], **settings: Any) 
     thread = threading.Thread(target=asyncio.run, args=[run()], daemon=True)
     thread.start()
     try:
-        assert ready.wait(60)
+        while not ready.wait(0.05):
+            assert thread.is_alive(), "the server died while it began"
         scheme = "http" if config.ssl_certfile is None else "https"
         server = Running(f"{scheme}://127.0.0.1:{listening.getsockname()[1]}", *found)
         yield server

@@ -7,8 +7,12 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import UNSET
 
+from perdure import SamplingParams
+from perdure.server.calling import Calling
+from perdure.server.front import Front
+from perdure.server.prompts import Prompt
 from perdure.server.protocol.chat import CalledFunction, ChatMessage, ToolCall
-from perdure.server.reasoning import Split, ThinkSplitter
+from perdure.server.reasoning import Split, ThinkSplitter, begins_inside
 from perdure.server.tools.base import Called, Parser, Piece, Said
 
 
@@ -64,6 +68,24 @@ class Answer:
         digest = hashlib.blake2s(f"{self._name}/{piece.number}".encode(), digest_size=12).hexdigest()
         function = CalledFunction(name=piece.name, arguments=piece.arguments)
         return ToolCall(index=piece.number, id=f"call_{digest}", type="function", function=function)
+
+
+def answers_for(
+    front: Front, settings: SamplingParams, calling: Calling, prompt: Prompt, request_id: str
+) -> list[Answer]:
+    """One for each output. Reasoning is looked for where the server is told so, and nothing forces the output."""
+    thinks = front.config.reasoning_parser == "think" and settings.structured_outputs is None
+    tokenizer = front.llm.tokenizer
+    is_inside = thinks and tokenizer is not None and begins_inside(tokenizer.decode(prompt.token_ids, False))
+    return [
+        Answer(
+            f"{request_id}/{index}",
+            calling.parser(),
+            ThinkSplitter(is_inside) if thinks else None,
+            calling.most_calls,
+        )
+        for index in range(settings.n)
+    ]
 
 
 def joined(deltas: Iterable[ChatMessage]) -> ChatMessage:

@@ -30,7 +30,9 @@ from perdure.server.front import Front
 from perdure.server.protocol import chat, common
 from perdure.server.protocol import completions as completion_bodies
 from perdure.server.protocol import control as control_bodies
+from perdure.server.protocol import responses as response_bodies
 from perdure.server.protocol import tokens as token_bodies
+from perdure.server.responses import responses
 
 requests_log = logging.getLogger("perdure.requests")
 
@@ -51,6 +53,15 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Answer a conversation.",
         chat.ChatRequest,
         chat.ChatCompletion,
+        works=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses",
+        responses,
+        "Answer, as items.",
+        response_bodies.ResponsesRequest,
+        response_bodies.ResponsesResponse,
         works=True,
     ),
     Endpoint("GET", "/v1/models", operations.models, "The model that is served.", gives=common.Models),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from msgspec import UNSET, UnsetType
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from perdure import PerdureError, RequestOutput, SamplingParams
 from perdure.api.output import CompletionOutput
 from perdure.server import params, prompts
-from perdure.server.answer import Answer, joined
+from perdure.server.answer import answers_for, joined
 from perdure.server.batch import Batch, Part, unless_gone
 from perdure.server.bodies import read
 from perdure.server.calling import Calling
@@ -28,7 +28,6 @@ from perdure.server.protocol.chat import (
     ChatRequest,
 )
 from perdure.server.protocol.common import Usage
-from perdure.server.reasoning import ThinkSplitter, begins_inside
 from perdure.server.replies import asks_usage, begun, chained, json_response, stop_reason, usage, usage_so_far
 from perdure.server.scores import Names, chat_logprobs, prompt_logprobs
 from perdure.server.stream import EventStream, event
@@ -85,21 +84,7 @@ class _Reply:
         self._created = int(time.time())
         self._num_output_tokens = 0
         self._begun: set[int] = set()
-        thinks = front.config.reasoning_parser == "think" and settings.structured_outputs is None
-        is_inside = thinks and self._ends_inside(batch.prompts[0].token_ids)
-        self._answers = [
-            Answer(
-                f"{request_id}/{index}",
-                calling.parser(),
-                ThinkSplitter(is_inside) if thinks else None,
-                calling.most_calls,
-            )
-            for index in range(settings.n)
-        ]
-
-    def _ends_inside(self, token_ids: Sequence[int]) -> bool:
-        tokenizer = self._front.llm.tokenizer
-        return tokenizer is not None and begins_inside(tokenizer.decode(token_ids, False))
+        self._answers = answers_for(front, settings, calling, batch.prompts[0], request_id)
 
     def whole(self, result: RequestOutput | PerdureError) -> ChatCompletion:
         """Raises the error that refused or ended it."""

@@ -9,6 +9,7 @@ from perdure.server.errors import HTTPError
 from perdure.server.protocol.chat import ChatRequest
 from perdure.server.protocol.common import ResponseFormat, Sampling
 from perdure.server.protocol.completions import CompletionRequest
+from perdure.server.protocol.responses import ResponsesRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Of `/v1/completions` alone, as OpenAI's description says."""
@@ -26,11 +27,7 @@ def of_completion(body: CompletionRequest) -> SamplingParams:
 
 def of_chat(body: ChatRequest, structure: dict[str, Any] | None) -> SamplingParams:
     """structure: what a forced call of a tool makes the output be."""
-    given = _given(body)
-    if structure is not None:
-        if "structured_outputs" in given:
-            raise HTTPError(400, "tool_choice forces a call, and structured_outputs or response_format something else")
-        given["structured_outputs"] = structure
+    given = _forced(_given(body), structure)
     limits = {body.max_tokens, body.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise HTTPError(
@@ -46,6 +43,21 @@ def of_chat(body: ChatRequest, structure: dict[str, Any] | None) -> SamplingPara
     elif body.top_logprobs:
         raise HTTPError(400, f"top_logprobs={body.top_logprobs} needs logprobs=true", param="top_logprobs")
     return SamplingParams(**given)
+
+
+def of_response(body: ResponsesRequest, structure: dict[str, Any] | None) -> SamplingParams:
+    given = _forced(_given(body), structure)
+    if body.max_output_tokens is not None:
+        given["max_tokens"] = body.max_output_tokens
+    return SamplingParams(**given)
+
+
+def _forced(given: dict[str, Any], structure: dict[str, Any] | None) -> dict[str, Any]:
+    if structure is None:
+        return given
+    if "structured_outputs" in given:
+        raise HTTPError(400, "tool_choice forces a call, and structured_outputs or response_format something else")
+    return {**given, "structured_outputs": structure}
 
 
 def _given(body: Sampling) -> dict[str, Any]:
