@@ -173,6 +173,8 @@ def test_settings_survive_the_wire() -> None:
         ({"device": "cuda", "batch_invariant": True}, "batch_invariant=True is not there on device='cuda' yet"),
         ({"device": "cuda", "attention_backend": "tiled"}, "attention_backend='tiled' is not for device='cuda'"),
         ({"device": "cuda", "linear_backend": "packed"}, "linear_backend='packed' is not for device='cuda'"),
+        ({"device": "cpu", "sampling_backend": "flashinfer"}, "sampling_backend='flashinfer' is for device='cuda'"),
+        ({"sampling_backend": "numpy"}, "sampling_backend='numpy' is none of auto, torch, flashinfer"),
         ({"device": "cuda", "quantization": "gguf"}, "quantization='gguf' is not for device='cuda'"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5 is no part: above 0, up to 1"),
         ({"gpu_memory_utilization": True}, "gpu_memory_utilization=True is no part"),

@@ -2,20 +2,36 @@
 
 - The interpreter must be chosen before a kernel is defined, so it is chosen here, before any test is imported.
 - It runs a program in milliseconds and gets bfloat16 wrong: sizes are small there, and types are float32 and float16.
+- That of Triton 3.6 cannot loop up to a number with numpy 2.4 or later; that of 3.9 can.
 """
 
 import os
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-HAS_TRITON = find_spec("triton") is not None
-collect_ignore_glob = [] if HAS_TRITON else ["test_*.py"]
+
+
+def _missing() -> str | None:
+    """Why no kernel can run here; None: they can."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    found, numpy = (tuple(map(int, text.split(".")[:2])) for text in (version("triton"), np.__version__))
+    if not ON_GPU and found < (3, 9) and numpy >= (2, 4):
+        return f"the interpreter of Triton {version('triton')} does not work with numpy {np.__version__}, 3.9's does"
+    return None
+
+
+MISSING = _missing()
+collect_ignore_glob = [] if MISSING is None else ["test_*.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,8 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_report_header() -> str:
-    where = "on the GPU" if ON_GPU else "in Triton's interpreter" if HAS_TRITON else "not run: Triton is not installed"
-    return f"tests/cuda: {where}"
+    where = "on the GPU" if ON_GPU else "in Triton's interpreter"
+    return f"tests/cuda: {where if MISSING is None else f'not run: {MISSING}'}"
 
 
 @pytest.fixture(scope="session")
@@ -46,3 +62,14 @@ def gpu() -> torch.device:
     if not ON_GPU:
         pytest.skip("no CUDA device here")
     return torch.device("cuda")
+
+
+@pytest.fixture
+def nothing_on_host(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row may be sampled on the host."""
+    from perdure.runner.cuda.runner import CudaRunner
+
+    def sample(*_: Any) -> None:
+        raise AssertionError("a row was sampled on the host")
+
+    monkeypatch.setattr(CudaRunner, "_sample_on_host", sample)

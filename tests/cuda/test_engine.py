@@ -70,7 +70,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_T11_under_pressure(gpu, model, name, depth):
+def test_T11_under_pressure(nothing_on_host, model, name, depth):
     """Eight requests in a pool of ten pages and in a roomy one; on a CPU roomy."""
     params = SamplingParams(max_tokens=40, ignore_eos=True, **SETTINGS[name])
     right, _, _ = run(model, "cpu", params)

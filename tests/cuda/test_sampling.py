@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from perdure.ops import sampling
-from perdure.ops.triton.sampling import Settings, draw_tokens, score_ids, top_ids
+from perdure.ops.select import kept
+from perdure.ops.triton.adjust import FINE, UNUSABLE, unadjusted
+from perdure.ops.triton.sampling import Filter, Settings, draw_tokens, find_kept
+from perdure.ops.triton.scores import Entries, View, best_ids, score
 from tests.cuda.conftest import ON_GPU
 from tests.witness import witness
 
 VOCAB = 151_936 if ON_GPU else 600
-ROWS = 256 if ON_GPU else 5
+ROWS = 256 if ON_GPU else 3
 
 
 def columns(rows: int, rng: np.random.Generator, **fixed: float) -> sampling.SamplingColumns:
@@ -49,16 +52,18 @@ def settings(of: sampling.SamplingColumns, device: torch.device) -> Settings:
         child=column(of.child),
         forced=column(np.full(rows, -1)),
         slots=column(np.arange(rows)),
+        asked=column(np.zeros(rows), torch.int64),
+        masks=column(np.zeros(rows), torch.int64),
     )
 
 
-def draw(logits: np.ndarray, of: sampling.SamplingColumns, device: torch.device) -> tuple[list[int], list[int]]:
-    tokens, bad, last = (
+def draw(logits: np.ndarray, of: sampling.SamplingColumns, device: torch.device, find: Filter = find_kept) -> list[int]:
+    tokens, codes, last = (
         torch.full((len(logits) + extra,), -7, dtype=torch.int32, device=device) for extra in (0, 0, 1)
     )
-    draw_tokens(torch.from_numpy(logits).to(device), settings(of, device), tokens, bad, last)
-    assert last.tolist() == [*tokens.tolist(), -7]
-    return tokens.tolist(), bad.tolist()
+    draw_tokens(torch.from_numpy(logits).to(device), settings(of, device), tokens, codes, last, find)
+    assert last.tolist() == [*tokens.tolist(), -7] and set(codes.tolist()) == {FINE.value}
+    return tokens.tolist()
 
 
 @pytest.mark.parametrize(
@@ -74,18 +79,17 @@ def test_equal_logits_give_equal_tokens(device, fixed, ties):
         logits = np.round(logits * 2) / 2
     logits[:, 5::7] = -np.inf
     of = columns(ROWS, rng, **fixed)
-    found, bad = draw(logits, of, device)
-    right = sampling.sample(logits, of).tolist()
-    assert found == right and not any(bad)
+    found = draw(logits, of, device)
+    assert found == sampling.sample(logits, of).tolist()
     witness("sampling-cuda-draw", rows=len(found), distinct=len({*found}))
 
 
 def test_a_uniform_draw_is_in_place(device):
     """Flat logits: the token says which number was drawn, so the key is right to its last bit."""
-    rows = 16 if ON_GPU else 4
+    rows = 16 if ON_GPU else 2
     of = columns(rows, np.random.default_rng(3), temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
     logits = np.zeros((rows, VOCAB), np.float32)
-    assert draw(logits, of, device)[0] == sampling.sample(logits, of).tolist()
+    assert draw(logits, of, device) == sampling.sample(logits, of).tolist()
 
 
 def test_forced_tokens_and_unusable_rows(device):
@@ -94,23 +98,81 @@ def test_forced_tokens_and_unusable_rows(device):
     logits[1, 77], logits[2] = np.nan, -np.inf
     of = settings(columns(4, rng, temperature=1.0), device)
     of.forced[0] = 123
-    tokens, bad, last = (torch.zeros(4, dtype=torch.int32, device=device) for _ in range(3))
-    draw_tokens(torch.from_numpy(logits).to(device), of, tokens, bad, last)
-    assert tokens[0] == 123 and bad.tolist() == [0, 1, 1, 0] and tokens[1] == tokens[2] == 0
+    tokens, codes, last = (torch.zeros(4, dtype=torch.int32, device=device) for _ in range(3))
+    draw_tokens(torch.from_numpy(logits).to(device), of, tokens, codes, last)
+    fine, bad = FINE.value, UNUSABLE.value
+    assert tokens[0] == 123 and codes.tolist() == [fine, bad, bad, fine] and tokens[1] == tokens[2] == 0
 
 
-def test_scores(device):
+@pytest.mark.parametrize("is_processed", [False, True], ids=["raw", "processed"])
+def test_scores(device, is_processed):
+    """Of the tokens of rows in any order, one of them twice; of a listed id, and of none."""
     rng = np.random.default_rng(4)
     logits = (3 * rng.standard_normal((6, VOCAB))).astype(np.float32)
     logits[3] = np.round(logits[3])
     logits[4, 3] = -0.0
-    ids = rng.integers(0, VOCAB, 6)
-    right = sampling.score(logits, ids, np.full(6, 20))
-    on_device = torch.from_numpy(logits).to(device)
-    chosen, rank, normaliser, bad = score_ids(on_device, torch.from_numpy(ids).to(device, torch.int32))
-    assert np.abs(chosen.cpu().numpy() - right.chosen).max() <= 1e-6 and not bad.any()
-    assert rank.tolist() == right.rank.tolist()
-    best = top_ids(on_device, 20)
+    of = columns(6, rng)
+    order = np.array([4, 0, 3, 3, 5, 1, 2])
+    ids, listed = sampling.sample(logits, of)[order], rng.integers(0, VOCAB, 7)
+    seen = sampling.processed(logits, of) if is_processed else logits
+    right = sampling.score(seen[order], ids, np.full(7, 20), [np.array([id_]) for id_ in listed])
+    placed = settings(of, device)
+    tokens, codes, last = (torch.zeros(7, dtype=torch.int32, device=device) for _ in range(3))
+    drawn = draw_tokens(torch.from_numpy(logits).to(device), placed, tokens, codes, last)
+    entries = Entries(*(torch.tensor(x, dtype=torch.int32, device=device) for x in (order, [int(is_processed)] * 7)))
+    view = View(drawn[0], entries, (placed, drawn[1]))
+    asked = np.stack([ids, listed, np.full(7, -1)], 1)
+    found = score(view, torch.from_numpy(asked).to(device, torch.int32))
+    near(found.scores[:, 0], right.chosen)
+    near(found.scores[:, 1], np.concatenate(right.listed_scores))
+    assert found.ranks[:, 0].tolist() == right.rank.tolist() and not found.is_bad.any()
+    assert found.ranks[:, 1].tolist() == np.concatenate(right.listed_ranks).tolist()
+    best, values = best_ids(view, 20, found.normaliser)
     assert best.tolist() == np.stack(right.top_ids).tolist()
-    values = (on_device.gather(1, best).double() - normaliser[:, None]).float().cpu().numpy()
-    assert np.abs(values - np.stack(right.top_scores)).max() <= 1e-6
+    near(values, np.stack(right.top_scores))
+
+
+def near(found: torch.Tensor, right: np.ndarray) -> None:
+    np.testing.assert_allclose(found.cpu().numpy(), right, rtol=1e-6, atol=1e-6)
+
+
+def test_unusable_rows_have_no_scores(device):
+    logits = torch.zeros(3, VOCAB, device=device)
+    logits[1, 17] = torch.nan
+    every = torch.arange(3, dtype=torch.int32, device=device)
+    view = View(unadjusted(logits), Entries(every, torch.zeros_like(every)))
+    assert score(view, every[:, None]).is_bad.tolist() == [False, True, False]
+
+
+KEPT = {
+    "top-k": {"top_k": 4, "top_p": 1.0, "min_p": 0.0},
+    "top-p": {"top_k": 0, "top_p": 0.7, "min_p": 0.0},
+    "joint": {"top_k": 50, "top_p": 0.9, "min_p": 0.0},
+    "min-p": {"top_k": 50, "top_p": 0.95, "min_p": 0.05},
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_ids_by_flashinfer(gpu, name):
+    """Both forms keep what `ops.select.kept` does, of logits without a pattern; and what is drawn is the same."""
+    pytest.importorskip("flashinfer")
+    from perdure.ops import flashinfer_filters
+
+    rng = np.random.default_rng(5)
+    logits = (3 * rng.standard_normal((ROWS, VOCAB))).astype(np.float32)
+    logits[:, 5::7] = -np.inf
+    of = columns(ROWS, rng, temperature=0.7, **KEPT[name])
+    placed = settings(of, gpu)
+    x = unadjusted(torch.from_numpy(logits).to(gpu))
+    scaled = (logits - logits.max(1, keepdims=True)) / of.temperature[:, None]
+    counts = []
+    ours, theirs = find_kept(x, placed), flashinfer_filters.find_kept(x, placed)
+    for row in range(ROWS):
+        limits = {"top_k": int(of.top_k[row]), "top_p": float(of.top_p[row]), "min_p": float(of.min_p[row])}
+        right = kept(scaled[row], np.exp(scaled[row]), **limits)
+        for form in (ours, theirs):
+            inside = (scaled[row] >= form.border[row].item()) & (np.exp(scaled[row]) >= np.float32(of.min_p[row]))
+            assert np.flatnonzero(inside).tolist() == right.tolist()
+        counts.append(len(right))
+    assert draw(logits, of, gpu, flashinfer_filters.find_kept) == draw(logits, of, gpu)
+    witness("sampling-flashinfer-kept", rows=ROWS, most=max(counts), least=min(counts))

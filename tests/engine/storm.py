@@ -27,14 +27,14 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from perdure import Checkpoint, SamplingParams, StateError
+from perdure import Checkpoint, InvalidValue, SamplingParams, StateError
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.output import CompletionOutput
 from perdure.core.residency import Residency
-from perdure.engine.prompts import submission
+from perdure.engine.prompts import Prompt, submission
 from perdure.models.tiny import make_tiny_llama
-from tests.engine.storm_parts import LONGEST, MAX_TURNS, PLACES, PROMPTS, SETTINGS, Side, Traveller, Truth
+from tests.engine.storm_parts import LONGEST, MAX_TURNS, PLACES, PROMPTS, SALTS, SETTINGS, Side, Traveller, Truth
 
 STORMS_A_SEED = 10
 NUM_STEPS = 40
@@ -78,6 +78,7 @@ class Storm(RuleBasedStateMachine):
         self.may_refuse: set[int] = set()
         self.saved: list[Checkpoint] = []
         self.keeps = False
+        self.pins: list[int] = []
         self.num_names = 0
         self.is_judged = True
 
@@ -91,14 +92,18 @@ class Storm(RuleBasedStateMachine):
 
     # Requests
 
-    @rule(which=st.lists(st.tuples(st.sampled_from([*PROMPTS]), st.sampled_from([*SETTINGS])), min_size=1, max_size=4))
-    def submit(self, which: list[tuple[str, str]]) -> None:
+    @rule(
+        which=st.lists(st.tuples(st.sampled_from([*PROMPTS]), st.sampled_from([*SETTINGS])), min_size=1, max_size=4),
+        salt=st.sampled_from(SALTS),
+    )
+    def submit(self, which: list[tuple[str, str]], salt: str | None) -> None:
         for ids, params in which:
             self.num_names += 1
-            self._submit(self.home, PROMPTS[ids], SETTINGS[params], f"request {self.num_names}")
+            given: Prompt = {"prompt_token_ids": PROMPTS[ids], "cache_salt": salt}
+            self._submit(self.home, given, SETTINGS[params], f"request {self.num_names}")
         self.turn(1)
 
-    def _submit(self, side: Side, given: list[int] | Checkpoint, params: SamplingParams, name: str) -> None:
+    def _submit(self, side: Side, given: Prompt | Checkpoint, params: SamplingParams, name: str) -> None:
         is_free = isinstance(given, Checkpoint) and not (
             given.exact and (given.fingerprint == side.scheduler.requests.fingerprint or not given.num_output)
         )
@@ -114,6 +119,7 @@ class Storm(RuleBasedStateMachine):
     def turn(self, count: int) -> None:
         for side in self.sides:
             side.by_hand.turn(count)
+        self.marks["pinned pages"] += self.home.scheduler.requests.cache.pins.num_pages
         self._judge()
 
     @precondition(lambda self: self.travellers)
@@ -144,6 +150,23 @@ class Storm(RuleBasedStateMachine):
         self._submit(side, checkpoint, checkpoint.params, str(checkpoint.request_id))
         self.marks[f"went on {'there' if away else 'here'}"] += checkpoint.num_output > 0
         self.turn(1)
+
+    @precondition(lambda self: self.travellers)
+    @rule(prefix=st.sampled_from([*PROMPTS]), salt=st.sampled_from(SALTS), number=st.integers(0, 9))
+    def pin(self, prefix: str, salt: str | None, number: int) -> None:
+        """One prefix more, or one of the others less where there is no room for it."""
+        pin, asked = self.home.engine.pin({"prompt_token_ids": PROMPTS[prefix], "cache_salt": salt})
+        try:
+            self._order(asked)
+            self.pins.append(pin)
+        except InvalidValue:
+            self.marks["refused pins"] += 1
+            if self.pins:
+                self._order(self.home.engine.unpin(self.pins.pop(number % len(self.pins))))
+
+    def _unpin(self) -> None:
+        while self.pins:
+            self._order(self.home.engine.unpin(self.pins.pop()))
 
     # The engine's state
 
@@ -202,9 +225,11 @@ class Storm(RuleBasedStateMachine):
         assert self.home.state == "running"
 
     @precondition(lambda self: not self._is_busy() and self.home.scheduler.stats().num_steps > 0)
-    @rule()
-    def reset(self) -> None:
-        is_legal = self.home.state != "suspended"
+    @rule(unpins=st.booleans())
+    def reset(self, unpins: bool) -> None:
+        if unpins:
+            self._unpin()
+        is_legal = self.home.state != "suspended" and not self.pins
         try:
             self._order(self.home.engine.ask(cmd.Reset))
             assert is_legal
@@ -311,6 +336,7 @@ class Storm(RuleBasedStateMachine):
             if one.logprobs is not None and now.logprobs is not None:
                 self.truth.place.check_scores(one.logprobs.cut(first, end), now.logprobs.cut(first, end))
         self.marks[one.finish_reason or ""] += 1
+        self.marks["structured to their end"] += params.structured_outputs is not None and one.finish_reason == "stop"
         self.marks["later samples"] += one.index > 0 and one.finish_reason != "abort"
         if one.finish_reason != "abort":
             self.truth.place.check_sample(one, now)
@@ -331,6 +357,7 @@ class Storm(RuleBasedStateMachine):
                 break
             self.turn(1)
         assert not self.travellers, "requests never end: a live-lock"
+        self._unpin()
         self.turn(self.home.engine._loop.steps_in_flight)
         for side in self.sides:
             side.check_empty()

@@ -45,11 +45,15 @@ SETTINGS = {
     "stop ids": SamplingParams(max_tokens=24, seed=5, stop_token_ids=list(range(0, V, 12)), min_tokens=3, logprobs=1),
     "sequences": SamplingParams(max_tokens=24, seed=6, stop_token_sequences=[[i] for i in range(1, V, 20)]),
     "structured": SamplingParams(max_tokens=24, seed=8, logprobs=1, structured_outputs={"regex": "([a-f]{1,3} ){3,6}"}),
+    "structured to its end": SamplingParams(
+        temperature=0, max_tokens=24, ignore_eos=True, structured_outputs={"choice": ["abc", "abd and more"]}
+    ),
     "no output": SamplingParams(max_tokens=0, prompt_logprobs=1),
     "two": SamplingParams(n=2, max_tokens=12, seed=8, ignore_eos=True, logprobs=1, prompt_logprobs=0),
     "four": SamplingParams(n=4, max_tokens=18, stop_token_ids=list(range(3, V, 25)), logprobs=0),
     "looking back": SamplingParams(n=3, max_tokens=10, seed=9, repetition_penalty=1.3, prompt_logprobs=1),
 }
+SALTS = (None, None, "a", "b")
 LONGEST = 96
 """Room for the longest prompt and output."""
 MAX_TURNS = 3000

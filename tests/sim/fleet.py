@@ -142,6 +142,9 @@ class Fleet:
             elif 0.14 <= roll < 0.15 and self.wire.lossy:
                 rng.choice(list(self.peers.values())).connect()
                 self.marks["connected anew"] += 1
+            elif 0.165 <= roll < 0.18 and self.killers:
+                self._hang(rng.choice(self.clients))
+                self.marks["client hung"] += 1
             self._step()
             if self._lacks_weights and rng.random() < 0.1:
                 self._give_weights()
@@ -312,13 +315,8 @@ class Fleet:
         if replica.bridge._here:
             self.marks["lost with requests"] += 1
         if rng.random() < 0.3:
-            replica.is_hung = True
+            self._hang(replica)
             self.marks["hung"] += 1
-
-            def wake() -> None:
-                replica.is_hung = False
-
-            self.back_at.append((self.wire.now + rng.uniform(0.1, 3.5), wake))
             return
         if rng.random() < 0.3 and replica.caller.link is not None:
             replica.caller.send(m.Leave())
@@ -327,6 +325,14 @@ class Fleet:
         del self.replicas[index], self.peers[replica.address]
         self.marks["killed"] += 1
         self.back_at.append((self.wire.now + rng.uniform(0.1, 2.5), lambda: self._start(index)))
+
+    def _hang(self, peer: Peer) -> None:
+        peer.is_hung = True
+
+        def wake() -> None:
+            peer.is_hung = False
+
+        self.back_at.append((self.wire.now + self.rng.uniform(0.1, 3.5), wake))
 
     def _restart_coordinator(self) -> None:
         if self.coordinator is None:
@@ -406,6 +412,7 @@ class Fleet:
         assert self.coordinator is not None
         serving = self.coordinator.router.members.serving
         assert len(serving) == len(self.replicas) == NUM_REPLICAS, "a replica was not let in"
+        assert not any(client.asked or client.num_open for client in self.clients), "a client waits"
         self.coordinator.check_idle()
         for replica in self.replicas.values():
             replica.bridge.check_idle()

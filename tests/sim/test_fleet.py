@@ -21,6 +21,7 @@ VISITED = (
         "left",
         "coordinator restarts",
         "connected anew",
+        "client hung",
         "lost with requests",
         "went on in mid-stream",
     ),

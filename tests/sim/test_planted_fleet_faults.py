@@ -43,11 +43,6 @@ FAULTS = {
         "        if not rounds:\n            self._let_in(replica)",
         "        if True:\n            self._let_in(replica)",
     ),
-    "one_that_says_what_it_is_before_it_has_become_so": (
-        "engine/bridge.py",
-        "        return not self._late",
-        "        return True",
-    ),
     "one_that_is_paused_taken_for_hanging": (
         "coordinator/membership.py",
         "if beat.num_steps != self._num_steps or not beat.has_work:",
@@ -57,11 +52,6 @@ FAULTS = {
         "coordinator/orders.py",
         "return self._preparing is not None or bool(self._queue)",
         "return False",
-    ),
-    "pieces_of_weights_given_to_whoever_asked_first": (
-        "coordinator/fetches.py",
-        "        if asked is not None and asked.holder == holder:",
-        "        if asked is not None:",
     ),
     "a_client_that_goes_and_leaves_its_pins": (
         "coordinator/orders.py",

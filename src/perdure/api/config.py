@@ -84,9 +84,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graph_sizing: the rule (`runner.shapes`); cuda_graph_max_tokens: of a captured step, or, with
     cuda_graph_all_prefills, max_num_batched_tokens; cuda_graph_mixed_prefill: prompts in a captured step that has some,
     0 = none are captured. On a CPU, which captures nothing, steps are padded to these shapes if num_cuda_graphs > 0.
-    attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own. quantization:
-    "gguf" keeps the blocks of a GGUF file as they are instead of expanding them; "fp8" rounds the weights of layers'
-    products to 8 bits when they are loaded, and their inputs when they come; None = as the checkpoint says.
+    attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own.
+    sampling_backend: what finds the ids that top_k and top_p keep; "torch" = the engine's own form.
+    quantization: "gguf" keeps the blocks of a GGUF file as they are instead of expanding them; "fp8" rounds the weights
+    of layers' products to 8 bits when they are loaded, and their inputs when they come; None = as the checkpoint says.
     kv_cache_dtype: "auto" = pages as the device computes, "fp8" = of 8 bits. progress: say on stderr what is being
     done. check_integrity, poison_free_pages: for debugging; account for everything after every turn, and fill pages
     that nobody owns with NaN in every step.
@@ -118,6 +119,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     logprobs_mode: LogprobsMode = "raw"
     attention_backend: str = "auto"
     linear_backend: str = "auto"
+    sampling_backend: str = "auto"
     num_cuda_graphs: int = -1
     cuda_graph_sizing: Literal["exponential", "linear", "hybrid"] = "hybrid"
     cuda_graph_max_tokens: int = 512
@@ -175,6 +177,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidValue(f"gpu_memory_utilization={share!r} is no part: above 0, up to 1")
         if self.device == "cuda":
             self._check_cuda()
+        if self.device == "cpu" and self.sampling_backend == "flashinfer":
+            raise InvalidValue("sampling_backend='flashinfer' is for device='cuda'; here there are auto, torch")
         if self.quantization == "gguf":
             self._check_quantization()
         if self.num_pages is not None and self.kv_cache_bytes is not None:
@@ -269,6 +273,7 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("seed_policy", ("shared", "per_replica")),
     ("attention_backend", ("auto", "native", "tiled", "plain", "triton", "reference")),
     ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),
+    ("sampling_backend", ("auto", "torch", "flashinfer")),
     ("kv_cache_dtype", ("auto", "fp8")),
     ("kv_memory", ("device", "managed")),
     ("quantization", ("gguf", "fp8")),

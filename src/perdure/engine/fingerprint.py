@@ -22,13 +22,14 @@ def fingerprint_of(loaded: LoadedModel, runner: Runner | CudaRunner) -> Fingerpr
     counts where it is part of a tile."""
     kernels = loaded.kernels
     packed = [shape for shape, words in loaded.products.items() if words.startswith("packed")]
+    filters = "" if runner.sampling_backend == "torch" else f", {runner.sampling_backend} filters"
     narrow = " in e4m3" if loaded.quantization == "fp8" else ""
     products = f"{kernels.name} products{narrow}" + (f" ({', '.join(packed)} packed)" if packed else "")
     return Fingerprint(
         weights=loaded.weights.digest,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=_device() if isinstance(runner, Runner) else _gpu(),
-        kernels=f"{products}, {runner.attention} attention, {kernels.version}",
+        kernels=f"{products}, {runner.attention} attention{filters}, {kernels.version}",
         threads=str(torch.get_num_threads()) if isinstance(runner, Runner) else "",
         libraries=f"perdure {__version__}, torch {torch.__version__}, numpy {np.__version__}",
     )

@@ -84,6 +84,7 @@ def _runner(
             dtype=loaded.dtype,
             kv_dtype=page_dtype(config.kv_cache_dtype, loaded.dtype),
             attention_backend=config.attention_backend,
+            sampling_backend=config.sampling_backend,
             has_managed_pages=config.kv_memory == "managed",
             rules=rules,
             weights=loaded.weights,

@@ -93,6 +93,7 @@ class Resolved:
             "quantization": self.loaded.quantization or "none",
             "linear_backend": self.loaded.kernels.name,
             "attention_backend": self.runner.attention_backend,
+            "sampling_backend": self.runner.sampling_backend,
             "kernels": self.loaded.kernels.version,
             **{f"products {shape}": words for shape, words in self.loaded.products.items()},
             "logprobs_mode": core.logprobs_mode,

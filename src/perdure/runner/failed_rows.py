@@ -1,18 +1,41 @@
 """Leaving rows out of a step: those of requests that failed while this step was launched already.
 
-Pure functions on plans and outputs. Deltas stay: the block tables they change belong to rows of the same plan, and
-pages must be cleared for whoever gets them next.
+Deltas stay: the block tables they change belong to rows of the same plan, and pages must be cleared for whoever gets
+them next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
 
 COLUMNS = ("request", "slot", "start", "length", "num_tokens", "sample", "target_start", "num_targets")
+
+
+class FailedRows:
+    """Slots whose rows hold nothing to go on from, and why, until their slot gets another request."""
+
+    def __init__(self) -> None:
+        self._why: dict[int, str] = {}
+
+    def add(self, slots: Iterable[int], message: str) -> None:
+        self._why.update((slot, message) for slot in slots)
+
+    def learn(self, slots: Sequence[int], errors: Iterable[tuple[int, str]]) -> None:
+        """slots: of a step's rows. errors: what its output says of some of them."""
+        self._why.update((slots[row], message) for row, message in errors)
+
+    def of(self, plan: StepPlan) -> dict[int, str]:
+        """The plan's rows to leave out. Rows that it begins have not failed."""
+        for init in plan.row_inits:
+            self._why.pop(init.slot, None)
+        return {row: self._why[slot] for row, slot in enumerate(plan.slot) if slot in self._why}
+
+    def clear(self) -> None:
+        self._why.clear()
 
 
 def without_rows(plan: StepPlan, failed: Mapping[int, str]) -> StepPlan:

@@ -61,7 +61,7 @@ class Wanted:
 
 
 class Masks:
-    """One step's masks at a time: `begin`, then `take` once the logits are there."""
+    """One step's masks at a time: `begin`, then `take`, for all rows at once or some at a time."""
 
     def __init__(self, grammars: Grammars, vocab_size: int) -> None:
         self._grammars = grammars
@@ -82,7 +82,7 @@ class Masks:
         """Masks of those rows that have one, by their index, and why others have none."""
         if self._begun is None:
             return None, {}
-        found, self._begun = self._begun.result(), None
+        found = self._begun.result()
         rows, bits, failed = [], [], {}
         for row, slot in enumerate(slots.tolist()):
             match found.get(slot):

@@ -56,11 +56,14 @@ class Special:
 
 
 class RowAdjustments:
-    """`functions`: the logits processors that rows name."""
+    """`functions`: the logits processors that rows name. calls_functions, walks [S]: rows that call some, rows that are
+    held to a grammar."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self.functions = Functions()
         self.vocab_size = vocab_size
+        self.calls_functions = np.zeros(num_slots, np.bool_)
+        self.walks = np.zeros(num_slots, np.bool_)
         self._special: list[Special | None] = [None] * num_slots
         self._is_special = np.zeros(num_slots, np.bool_)
         self._is_penalised = np.zeros(num_slots, np.bool_)
@@ -79,6 +82,8 @@ class RowAdjustments:
         self._is_penalised[slot] = asked is not None and asked.has_penalties
         self._is_special[slot] = asked is not None
         self._special[slot] = None if asked is None else _special(asked, init.prompt_length)
+        self.calls_functions[slot] = asked is not None and bool(asked.functions)
+        self.walks[slot] = asked is not None and asked.structure is not None
         if asked is not None and asked.has_penalties:
             history = np.array(asked.history, np.int64)
             self._repetition[slot] = asked.repetition_penalty
@@ -117,6 +122,17 @@ class RowAdjustments:
         if self._is_penalised[slot]:
             for column, right in ((self._output_counts, told._output_counts), (self._in_prompt, told._in_prompt)):
                 assert np.array_equal(column[slot], right[slot]), f"slot {slot}: its penalties count another history"
+
+    def check_history(self, slot: int, tokens: list[int], counts: dict[int, int]) -> None:
+        """Another account of a row that looks back has the same tokens, where this one keeps them, and has counted the
+        same ones; both are empty where that one does not look back."""
+        special = self._special[slot]
+        if tokens and special is not None and special.keeps_tokens:
+            assert tokens == special.tokens, f"slot {slot}: the device's history is {tokens}, not {special.tokens}"
+        if counts or self._is_penalised[slot]:
+            here = np.flatnonzero((self._output_counts[slot] > 0) | self._in_prompt[slot]).tolist()
+            right = {id_: int(self._output_counts[slot, id_]) for id_ in here}
+            assert counts == right, f"slot {slot}: the device counts {counts}, not {right}"
 
     def call_functions(self, slots: Ids, logits: Floats, errors: dict[int, str]) -> Floats:
         """Logits [n, V] after the rows' own processors. errors: by index, of those whose function failed."""

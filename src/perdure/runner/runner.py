@@ -22,7 +22,7 @@ from perdure.models.weight_set import WeightSet
 from perdure.ops.attention import CacheShape, make_attention
 from perdure.ops.kv_write import plan_kv_write
 from perdure.ops.native import library
-from perdure.runner.failed_rows import with_rows, without_rows
+from perdure.runner.failed_rows import FailedRows, with_rows, without_rows
 from perdure.runner.functions import Functions
 from perdure.runner.grammars import Grammars
 from perdure.runner.inputs import PackedStep, pack
@@ -72,13 +72,14 @@ class Runner:
             for kind in dict.fromkeys(self._kinds)
         }
         self.attention_backend = self._forms[self._kinds[0]].name
+        self.sampling_backend = "torch"
         self.attention = ", ".join(dict.fromkeys(form.kernel for form in self._forms.values()))
         if kv_dtype != torch.float32:
             self.attention += f" over pages in {str(kv_dtype).removeprefix('torch.')}"
         self._row_tile = row_tile
         self.shapes = None if rules is None else ShapeSet(rules)
         self._native = library()
-        self._failed: dict[int, str] = {}
+        self._failed = FailedRows()
         self._kv = KVStore(config, num_pages, page_size, kv_dtype)
         self.memory = Memory(self._kv, weights)
         self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size), config.vocab_size)
@@ -105,11 +106,9 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run the step. A row's own failure is an entry of `errors`; an exception means that the whole step failed, and
         the caller must say so by `fail`."""
-        for init in plan.row_inits:
-            self._failed.pop(init.slot, None)
-        failed = {row: self._failed[slot] for row, slot in enumerate(plan.slot) if slot in self._failed}
+        failed = self._failed.of(plan)
         output = self._run(plan) if not failed else with_rows(self._run(without_rows(plan, failed)), failed, plan)
-        self._failed.update((plan.slot[row], message) for row, message in output.errors)
+        self._failed.learn(plan.slot, output.errors)
         return output
 
     def check(self, rows: Iterable[DeviceRow]) -> None:
@@ -133,7 +132,7 @@ class Runner:
     def fail(self, slots: Iterable[int], message: str) -> None:
         """The rows in these slots hold nothing to go on from: they fail in steps launched already, and write nothing,
         until their slot gets another request."""
-        self._failed.update((slot, message) for slot in slots)
+        self._failed.add(slots, message)
 
     def _physical(self, step: PackedStep) -> int:
         """How many tokens the step is padded to."""

@@ -1,16 +1,18 @@
-"""Drawing and scoring on the device: `ops.sampling` to the rounding, from logits that never leave.
+"""Drawing on the device: `ops.sampling` to the rounding, from logits that never leave.
 
 - A draw is spelled out there and repeated here: exp by the polynomial that numpy's vector form uses (AVX2 and AVX512),
   sums of blocks of 64 ids by halves, running sums in order, one keyed uniform number a row. So equal logits give the
   token that a CPU draws. Where numpy has another exp, or mass lies within rounding of a border, one may differ.
 - Filters are thresholds: the value and, among its equals, the id up to which ids are kept.
 - Four launches for any mix of settings, so they can be captured; rows that ask for no filter cost nothing in theirs.
+- A row that asked for something before its temperature is read where that was done (`adjust`), others where they are.
 
 Shapes: n rows, V = vocabulary, C = chunks of CHUNK ids, nb = blocks of 64 ids.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 4096  # ids of one program
+from perdure.ops.triton.adjust import CHUNK, FINE, NOTHING_LEFT, UNUSABLE, Adjusted, adjust, learn
+
 BLOCK = 64  # ids of one block of the draw's sum
 GROUP = 64  # blocks fetched together: each alone would wait for memory
+COLDEST = tl.constexpr(1.1754943508222875e-38)
+"""The least temperature there is: the smallest normal fp32."""
 
 
 @triton.jit
@@ -29,7 +34,7 @@ def _all(x, value):
 
 
 @triton.jit
-def _exp(x):
+def exp(x):
     """numpy's exp of fp32 for x <= 0, every rounding of it."""
     x = tl.maximum(x, -150.0)
     steps = (x * 1.4426950408889634 + 12582912.0) - 12582912.0
@@ -48,7 +53,7 @@ def _exp(x):
 
 
 @triton.jit
-def _halved(w, N: tl.constexpr):
+def halved(w, N: tl.constexpr):
     """Sums [N] of w [N * 64], each of 64 in order of the halves."""
     a, b = tl.split(tl.permute(tl.reshape(w, (N, 2, 32)), (0, 2, 1)))
     a, b = tl.split(tl.permute(tl.reshape(a + b, (N, 2, 16)), (0, 2, 1)))
@@ -60,21 +65,16 @@ def _halved(w, N: tl.constexpr):
 
 
 @triton.jit
-def _largest_kernel(logits, best, best_id, V, stride, CHUNK: tl.constexpr):
-    """Of each chunk the largest value, or NaN where there is one, and the first id that has it."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row * stride + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
-    largest = tl.max(x, 0)
-    first = tl.min(tl.where(x == largest, ids, 2147483647), 0)
-    is_nan = tl.max((x != x).to(tl.int32), 0)
-    cell = row * tl.num_programs(1) + chunk
-    tl.store(best + cell, tl.where(is_nan > 0, float("nan"), largest))
-    tl.store(best_id + cell, first)
+def place_of(logits, adjusted, asked, masks, row, V, stride):
+    """Where the row's values begin."""
+    at = logits + row * stride
+    if (tl.load(asked + row) != 0) | (tl.load(masks + row) != 0):
+        at = adjusted + row * V
+    return at
 
 
 @triton.jit
-def _top(best, best_id, row, C, CP: tl.constexpr):
+def top_of(best, best_id, row, C, CP: tl.constexpr):
     """A row's largest value, the first id that has it, and whether nothing can be drawn from the row."""
     chunks = tl.arange(0, CP)
     values = tl.load(best + row * C + chunks, mask=chunks < C, other=float("-inf"))
@@ -87,8 +87,8 @@ def _top(best, best_id, row, C, CP: tl.constexpr):
 
 
 @triton.jit
-def _scaled(logits, row, stride, ids, V, top, heat):
-    x = tl.load(logits + row * stride + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
+def scaled(at, ids, V, top, heat):
+    x = tl.load(at + ids, mask=ids < V, other=float("-inf"))
     return tl.div_rn(x - top, tl.full(x.shape, heat, tl.float32))
 
 
@@ -100,7 +100,7 @@ def _depth(x):
 
 @triton.jit
 def _filter_kernel(
-    logits, best, best_id, temperature, top_k, top_p, min_p, border, last_tie, V, C, stride,
+    logits, adjusted, asked, masks, best, best_id, temperature, top_k, top_p, min_p, border, last_tie, V, C, stride,
     CP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Border of each row: kept are values above it, and its equals up to an id. No border is -inf."""
@@ -112,10 +112,11 @@ def _filter_kernel(
     has_k = (k > 1) & (k < V)
     if (heat == 0.0) | (k == 1) | ((not has_k) & (p >= 1.0)):
         return
-    top, _, bad = _top(best, best_id, row, C, CP)
+    top, _, bad = top_of(best, best_id, row, C, CP)
     if bad:
         return
-    heat = tl.maximum(heat, 1.1754943508222875e-38)
+    at = place_of(logits, adjusted, asked, masks, row, V, stride)
+    heat = tl.maximum(heat, COLDEST)
     least = tl.load(min_p + row)
     deepest = 2139095040  # of -inf
     if has_k:
@@ -126,7 +127,7 @@ def _filter_kernel(
             count = 0
             for start in range(0, V, TILE):
                 ids = start + tl.arange(0, TILE)
-                x = _scaled(logits, row, stride, ids, V, top, heat)
+                x = scaled(at, ids, V, top, heat)
                 count += tl.sum(((_depth(x) <= middle) & (ids < V)).to(tl.int32), 0)
             found = tl.where(count < k, middle + 1, found)
         deepest = found
@@ -135,8 +136,8 @@ def _filter_kernel(
         whole = tl.full((), 0.0, tl.float64)
         for start in range(0, V, TILE):
             ids = start + tl.arange(0, TILE)
-            x = _scaled(logits, row, stride, ids, V, top, heat)
-            w = _exp(x)
+            x = scaled(at, ids, V, top, heat)
+            w = exp(x)
             kept = (_depth(x) <= deepest) & (w >= least)
             whole += tl.sum(tl.where(kept, w, 0.0).to(tl.float64), 0)
         wanted = whole * p
@@ -146,8 +147,8 @@ def _filter_kernel(
             mass = tl.full((), 0.0, tl.float64)
             for start in range(0, V, TILE):
                 ids = start + tl.arange(0, TILE)
-                x = _scaled(logits, row, stride, ids, V, top, heat)
-                w = _exp(x)
+                x = scaled(at, ids, V, top, heat)
+                w = exp(x)
                 kept = (_depth(x) <= tl.minimum(middle, deepest)) & (w >= least)
                 mass += tl.sum(tl.where(kept, w, 0.0).to(tl.float64), 0)
             found = tl.where(mass < wanted, middle + 1, found)
@@ -159,8 +160,8 @@ def _filter_kernel(
         weight = 0.0
         for start in range(0, V, TILE):
             ids = start + tl.arange(0, TILE)
-            x = _scaled(logits, row, stride, ids, V, top, heat)
-            w = _exp(x)
+            x = scaled(at, ids, V, top, heat)
+            w = exp(x)
             depth = _depth(x)
             above += tl.sum(tl.where((depth < deepest) & (w >= least), w, 0.0).to(tl.float64), 0)
             equals += tl.sum(((depth == deepest) & (ids < V)).to(tl.int32), 0)
@@ -175,7 +176,7 @@ def _filter_kernel(
                     count = 0
                     for start in range(0, V, TILE):
                         ids = start + tl.arange(0, TILE)
-                        x = _scaled(logits, row, stride, ids, V, top, heat)
+                        x = scaled(at, ids, V, top, heat)
                         count += tl.sum(((_depth(x) == deepest) & (ids <= half) & (ids < V)).to(tl.int32), 0)
                     if count < needed:
                         low = half + 1
@@ -187,32 +188,34 @@ def _filter_kernel(
 
 
 @triton.jit
-def _weights(logits, row, stride, ids, V, top, heat, edge, tie, least):
-    """exp of the scaled values, 0 for ids that are not kept."""
-    x = _scaled(logits, row, stride, ids, V, top, heat)
-    w = _exp(x)
-    kept = ((x > edge) | ((x == edge) & (ids <= tie))) & (w >= least) & (ids < V)
-    return tl.where(kept, w, 0.0)
+def is_kept(x, w, ids, V, edge, tie, least):
+    """Of scaled values x, and w = exp(x)."""
+    return ((x > edge) | ((x == edge) & (ids <= tie))) & (w >= least) & (ids < V)
+
+
+@triton.jit
+def _weights(x, ids, V, edge, tie, least):
+    """exp of scaled values, 0 for ids that are not kept."""
+    w = exp(x)
+    return tl.where(is_kept(x, w, ids, V, edge, tie, least), w, 0.0)
 
 
 @triton.jit
 def _mass_kernel(
-    logits, best, best_id, temperature, top_k, min_p, border, last_tie, sums, V, C, num_blocks, stride,
-    CHUNK: tl.constexpr, CP: tl.constexpr,
+    logits, adjusted, asked, masks, best, best_id, temperature, top_k, min_p, border, last_tie, sums, V, C, num_blocks,
+    stride, CHUNK: tl.constexpr, CP: tl.constexpr,
 ):  # fmt: skip
     """sums [n, blocks], the running sums' input; those after the last block are 0."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heat = tl.load(temperature + row)
     if (heat == 0.0) | (tl.load(top_k + row) == 1):
         return
-    top, _, _ = _top(best, best_id, row, C, CP)
+    top, _, _ = top_of(best, best_id, row, C, CP)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    w = _weights(
-        logits, row, stride, ids, V, top, tl.maximum(heat, 1.1754943508222875e-38), tl.load(border + row),
-        tl.load(last_tie + row), tl.load(min_p + row),
-    )  # fmt: skip
+    x = scaled(place_of(logits, adjusted, asked, masks, row, V, stride), ids, V, top, tl.maximum(heat, COLDEST))
+    w = _weights(x, ids, V, tl.load(border + row), tl.load(last_tie + row), tl.load(min_p + row))
     blocks = chunk * (CHUNK // 64) + tl.arange(0, CHUNK // 64)
-    tl.store(sums + row * num_blocks + blocks, _halved(w, CHUNK // 64), mask=blocks < num_blocks)
+    tl.store(sums + row * num_blocks + blocks, halved(w, CHUNK // 64), mask=blocks < num_blocks)
 
 
 @triton.jit
@@ -236,16 +239,17 @@ def _uniform(seed_low, seed_high, index, child):
 
 @triton.jit
 def _draw_kernel(
-    logits, best, best_id, temperature, top_k, min_p, seed_low, seed_high, output_index, child, forced, slots, border,
-    last_tie, sums, ends, inside, tokens, bad_rows, last_token, V, C, num_blocks, stride,
-    CP: tl.constexpr, GROUPS: tl.constexpr,
+    logits, adjusted, asked, masks, raw_best, best, best_id, temperature, top_k, min_p, seed_low, seed_high,
+    output_index, child, forced, slots, border, last_tie, sums, ends, inside, tokens, codes, last_token,
+    V, C, num_blocks, stride, CP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The token of one row."""
     row = tl.program_id(0).to(tl.int64)
-    top, token, bad = _top(best, best_id, row, C, CP)
+    _, _, is_unusable = top_of(raw_best, best_id, row, C, CP)
+    top, token, bad = top_of(best, best_id, row, C, CP)
     heat = tl.load(temperature + row)
     if (heat != 0.0) & (tl.load(top_k + row) != 1) & (not bad):
-        heat = tl.maximum(heat, 1.1754943508222875e-38)
+        heat = tl.maximum(heat, COLDEST)
         at = sums + row * num_blocks
         to = ends + row * GROUPS
         total = 0.0
@@ -272,10 +276,8 @@ def _draw_kernel(
             sum_before = sum_with
         block = tl.maximum(block, 0)
         lanes = tl.arange(0, 64)
-        w = _weights(
-            logits, row, stride, block * 64 + lanes, V, top, heat, tl.load(border + row), tl.load(last_tie + row),
-            tl.load(min_p + row),
-        )  # fmt: skip
+        x = scaled(place_of(logits, adjusted, asked, masks, row, V, stride), block * 64 + lanes, V, top, heat)
+        w = _weights(x, block * 64 + lanes, V, tl.load(border + row), tl.load(last_tie + row), tl.load(min_p + row))
         tl.store(inside + row * 64 + lanes, w)
         tl.debug_barrier()
         found = -1
@@ -288,17 +290,19 @@ def _draw_kernel(
         token = block * 64 + tl.where(found >= 0, found, last)
     given = tl.load(forced + row)
     token = tl.where(given >= 0, given, token)
-    token = tl.where(bad, 0, token)
+    code = tl.where(is_unusable, UNUSABLE, tl.where(bad, NOTHING_LEFT, FINE))
+    token = tl.where(code == FINE, token, 0)
+    code = learn(tl.load(asked + row), tl.load(output_index + row), token, code)
     tl.store(tokens + row, token)
-    tl.store(bad_rows + row, bad.to(tl.int32))
+    tl.store(codes + row, code)
     tl.store(last_token + tl.load(slots + row), token)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Columns [n] on the device. forced: an id that is the token whatever is drawn, or -1. slots: where a row's token
-    goes in last_token. seed_low, seed_high: the seed's words. All are int32 but temperature, min_p (fp32) and top_p
-    (fp64)."""
+    goes in last_token. seed_low, seed_high: the seed's words. asked, masks (int64): addresses as in `adjust`. The
+    others are int32 but temperature, min_p (fp32) and top_p (fp64)."""
 
     temperature: Tensor
     top_k: Tensor
@@ -310,97 +314,61 @@ class Settings:
     child: Tensor
     forced: Tensor
     slots: Tensor
+    asked: Tensor
+    masks: Tensor
 
 
-def num_chunks(vocab_size: int) -> int:
-    return triton.cdiv(vocab_size, CHUNK)
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What may be drawn of each row [n]: scaled values above border, and its equals up to the id last_tie. All fp32."""
+
+    border: Tensor
+    last_tie: Tensor
 
 
-def _tops(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each chunk, NaN where there is one, and its first id: [n, C]."""
-    chunks = num_chunks(logits.shape[1])
-    best = torch.empty(len(logits), chunks, dtype=torch.float32, device=logits.device)
-    best_id = torch.empty(len(logits), chunks, dtype=torch.int32, device=logits.device)
-    _largest_kernel[(len(logits), chunks)](
-        logits, best, best_id, logits.shape[1], logits.stride(0), CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False
-    )
-    return best, best_id
+Filter = Callable[[Adjusted, Settings], Kept]
 
 
-def draw_tokens(logits: Tensor, settings: Settings, tokens: Tensor, bad_rows: Tensor, last_token: Tensor) -> None:
-    """One token a row of logits [n, V] into tokens [n] and last_token[slots]; bad_rows [n]: 1 where the logits hold NaN
-    or no finite value (the token is 0 then)."""
+def find_kept(x: Adjusted, s: Settings) -> Kept:
+    """The filters to the id, ties as `ops.select.kept` has them."""
+    num_rows, vocab_size = x.logits.shape
+    chunks = x.best.shape[1]
+    border = torch.empty(num_rows, dtype=torch.float32, device=x.logits.device)
+    last_tie = torch.empty(num_rows, dtype=torch.int32, device=x.logits.device)
+    _filter_kernel[(num_rows,)](
+        x.logits, x.values, s.asked, s.masks, x.best, x.best_id, s.temperature, s.top_k, s.top_p, s.min_p, border,
+        last_tie, vocab_size, chunks, x.logits.stride(0), CP=triton.next_power_of_2(chunks),
+        TILE=min(CHUNK, triton.next_power_of_2(vocab_size)), num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return Kept(border, last_tie)
+
+
+def draw_tokens(
+    logits: Tensor, settings: Settings, tokens: Tensor, codes: Tensor, last_token: Tensor, find: Filter = find_kept
+) -> tuple[Adjusted, Kept]:
+    """One token a row of logits [n, V] (fp32, n > 0) into tokens [n] and last_token[slots], and into the history of
+    rows that look back. codes [n]: what came of a row (`adjust.FINE` and so on); one that is not fine has the token 0.
+    """
     num_rows, vocab_size = logits.shape
-    if num_rows == 0:
-        return
-    chunks, device = num_chunks(vocab_size), logits.device
+    s, device, stride = settings, logits.device, logits.stride(0)
+    x = adjust(logits, s.asked, s.masks, s.output_index)
+    kept = find(x, s)
+    chunks = x.best.shape[1]
     padded = triton.next_power_of_2(chunks)
     num_blocks = triton.cdiv(triton.cdiv(vocab_size, BLOCK), GROUP) * GROUP
-    best, best_id = _tops(logits)
-    border = torch.empty(num_rows, dtype=torch.float32, device=device)
-    last_tie = torch.empty(num_rows, dtype=torch.int32, device=device)
-    sums = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
     groups = triton.next_power_of_2(num_blocks // GROUP)
+    sums = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
     ends = torch.empty(num_rows, groups, dtype=torch.float32, device=device)
     inside = torch.empty(num_rows, BLOCK, dtype=torch.float32, device=device)
-    s, stride = settings, logits.stride(0)
-    _filter_kernel[(num_rows,)](
-        logits, best, best_id, s.temperature, s.top_k, s.top_p, s.min_p, border, last_tie, vocab_size, chunks, stride,
-        CP=padded, TILE=min(CHUNK, triton.next_power_of_2(vocab_size)), num_warps=8, enable_fp_fusion=False,
-    )  # fmt: skip
     _mass_kernel[(num_rows, chunks)](
-        logits, best, best_id, s.temperature, s.top_k, s.min_p, border, last_tie, sums, vocab_size, chunks,
-        num_blocks, stride, CHUNK=CHUNK, CP=padded, num_warps=4, enable_fp_fusion=False,
+        logits, x.values, s.asked, s.masks, x.best, x.best_id, s.temperature, s.top_k, s.min_p, kept.border,
+        kept.last_tie, sums, vocab_size, chunks, num_blocks, stride, CHUNK=CHUNK, CP=padded, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
     _draw_kernel[(num_rows,)](
-        logits, best, best_id, s.temperature, s.top_k, s.min_p, s.seed_low, s.seed_high, s.output_index, s.child,
-        s.forced, s.slots, border, last_tie, sums, ends, inside, tokens, bad_rows, last_token, vocab_size, chunks,
-        num_blocks, stride, CP=padded, GROUPS=groups, num_warps=1, enable_fp_fusion=False,
+        logits, x.values, s.asked, s.masks, x.raw_best, x.best, x.best_id, s.temperature, s.top_k, s.min_p, s.seed_low,
+        s.seed_high, s.output_index, s.child, s.forced, s.slots, kept.border, kept.last_tie, sums, ends, inside, tokens,
+        codes, last_token, vocab_size, chunks, num_blocks, stride, CP=padded, GROUPS=groups, num_warps=1,
+        enable_fp_fusion=False,
     )  # fmt: skip
-
-
-@triton.jit
-def _score_kernel(
-    logits, best, best_id, ids, mass, before, V, C, stride, CHUNK: tl.constexpr, CP: tl.constexpr,
-):  # fmt: skip
-    """Of each chunk its mass (fp64) and how many ids come before the row's own in (value descending, id ascending)."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    top, _, _ = _top(best, best_id, row, C, CP)
-    own = tl.load(ids + row)
-    value = tl.load(logits + row * stride + own).to(tl.float32)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
-    sums = _halved(_exp(x - top), CHUNK // 64)
-    cell = row * C + chunk
-    tl.store(mass + cell, tl.sum(sums.to(tl.float64), 0))
-    ahead = ((x > value) | ((x == value) & (at < own))) & (at < V)
-    tl.store(before + cell, tl.sum(ahead.to(tl.int32), 0))
-
-
-def score_ids(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of ids [n] (int32) in rows of logits [n, V]: log-softmax (fp32), rank from 1, each row's normaliser (fp64), and
-    whether a row is unusable."""
-    num_rows, vocab_size = logits.shape
-    chunks = num_chunks(vocab_size)
-    best, best_id = _tops(logits)
-    mass = torch.empty(num_rows, chunks, dtype=torch.float64, device=logits.device)
-    before = torch.empty(num_rows, chunks, dtype=torch.int32, device=logits.device)
-    if num_rows:
-        _score_kernel[(num_rows, chunks)](
-            logits, best, best_id, ids, mass, before, vocab_size, chunks, logits.stride(0), CHUNK=CHUNK,
-            CP=triton.next_power_of_2(chunks), num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-    top = best.amax(1)
-    normaliser = top.double() + mass.sum(1).log()
-    chosen = logits.gather(1, ids[:, None].long())[:, 0].double() - normaliser
-    return chosen.float(), before.sum(1) + 1, normaliser, ~torch.isfinite(top)
-
-
-def top_ids(logits: Tensor, count: int) -> Tensor:
-    """Ids [n, count] of the largest values, best first, ties to the lower id."""
-    bits = (logits.float() + 0.0).view(torch.int32)  # no -0.0, which would come after 0.0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    vocab_size = logits.shape[1]
-    falling = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
-    keys = torch.topk((ordered << 32) | falling, count).values
-    return vocab_size - 1 - (keys & 0xFFFFFFFF)
+    return x, kept

@@ -3,8 +3,8 @@
 - What a step needs of its rows is with it in one block of numbers (`step`); pages, block tables and the tokens sampled
   last stay on the device, where the next step reads them.
 - A step that a captured shape fits is padded to it and replayed, others run as they are; both are one function.
-- Rows that ask for what the device does not do to logits (penalties, bias, masks, functions) are sampled on the host:
-  such a step waits for its logits, and the results are those of the host's forms.
+- Tokens are drawn and scored there (`sampler`), whatever was asked but functions of the caller's and scores of whole
+  vocabularies: such rows are sampled on the host, and their step waits for its logits.
 - The host's account of the rows (`runner.row_store`) is complete but for tokens that are not back yet.
 
 Shapes: S slots, W = the most pages of a request, V = vocabulary.
@@ -21,20 +21,22 @@ from torch import Tensor
 
 from perdure.api.directive import Clear, Directive, Outcome, Wake
 from perdure.api.errors import described
-from perdure.api.plan import NO_LOGPROBS, DeviceRow, StepOutput, StepPlan
+from perdure.api.plan import DeviceRow, StepOutput, StepPlan
 from perdure.models.base import Model
 from perdure.models.store import Store
 from perdure.models.weight_set import WeightSet
 from perdure.ops.attention import CacheShape
 from perdure.ops.attention.paged import PagedRows, make_paged
+from perdure.ops.triton.adjust import Adjusted
 from perdure.ops.triton.pages import write_kv
-from perdure.ops.triton.sampling import Settings, draw_tokens
+from perdure.ops.triton.sampling import Kept
 from perdure.runner.cuda.graphs import Graphs
 from perdure.runner.cuda.pages import DevicePages, to_device
-from perdure.runner.cuda.scores import PendingScores, score
+from perdure.runner.cuda.sampler import DeviceSampler, Parts, filter_of, score_prompt
+from perdure.runner.cuda.scores import PendingScores
 from perdure.runner.cuda.step import StepColumns, StepSize, blocks_of
 from perdure.runner.cuda.ticket import Launched, StagedStep, Staging, StepTicket
-from perdure.runner.failed_rows import with_rows, without_rows
+from perdure.runner.failed_rows import FailedRows, with_rows, without_rows
 from perdure.runner.functions import Functions
 from perdure.runner.grammars import Grammars
 from perdure.runner.inputs import Ints, PackedStep, Targets, pack
@@ -52,8 +54,9 @@ class CudaRunner:
     kv_dtype: of pages; None = dtype. max_num_batched_tokens: the most tokens of a step. has_managed_pages: the pool is
     managed memory. rules: of the shapes to capture; None = every step runs as it is. weights: of the model, for
     directives about them; None = there are none. grammars: what rows with structured outputs are held to; None = there
-    are no such rows.
-    ValueError: an unknown attention backend, too large a managed pool. MemoryError: no room for the pool.
+    are no such rows. sampling_backend: "flashinfer", or the engine's own form.
+    ValueError: an unknown attention backend, a sampling backend that is not here, too large a managed pool.
+    MemoryError: no room for the pool.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class CudaRunner:
         device: torch.device,
         dtype: torch.dtype,
         attention_backend: str = "auto",
+        sampling_backend: str = "auto",
         has_managed_pages: bool = False,
         rules: ShapeRules | None = None,
         weights: WeightSet | None = None,
@@ -86,20 +90,20 @@ class CudaRunner:
         if kv_dtype not in (None, dtype):
             self.attention += f" over pages in {str(kv_dtype).removeprefix('torch.')}"
         self._block_size = form.block_size
+        self.sampling_backend = "flashinfer" if sampling_backend == "flashinfer" else "torch"
         self.threads: tuple[Thread, ...] = ()
-        self._failed: dict[int, str] = {}
+        self._failed = FailedRows()
         self._rows = RowStore(max_num_seqs, -(-max_model_len // page_size), config.vocab_size)
         self.grammars = grammars or Grammars(None, config.vocab_size, ())
         self._masks = Masks(self.grammars, config.vocab_size)
-        self._sampler = Sampler(model, self._rows, self._masks, 1)
+        self._host_sampler = Sampler(model, self._rows, self._masks, 1)
         with torch.inference_mode():
             self._kv = DevicePages(config, num_pages, page_size, kv_dtype or dtype, device, has_managed_pages)
             self.memory = Memory(self._kv, weights)
             self._table = torch.zeros(self._rows.block_table.shape, dtype=torch.int32, device=device)
-            self._last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
-            """Of each slot, and of one that nobody has."""
-            self._results = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=device)
-            """Tokens of a step's rows, then whether their logits were unusable."""
+            self._sampler = DeviceSampler(
+                self._rows, self._masks, config.vocab_size, max_model_len, device, filter_of(sampling_backend)
+            )
             self.shapes = None if rules is None else ShapeSet(rules)
             captured = [] if self.shapes is None else self.shapes.shapes
             most = max(max_num_batched_tokens, *(shape.num_tokens for shape in captured), 0)
@@ -161,13 +165,14 @@ class CudaRunner:
 
     def check(self, rows: Sequence[DeviceRow]) -> None:
         """The device's rows, and the host's account of them, are what the core says. Raises AssertionError."""
-        table, last_token = self._table.cpu().numpy(), self._last_token.cpu().numpy()
+        table, last_token = self._table.cpu().numpy(), self._sampler.last_token.cpu().numpy()
         for row in rows:
             self._rows.check(row)
             slot = row.settings.slot
             assert table[slot, : len(row.pages)].tolist() == row.pages, f"slot {slot}: the device has other pages"
             if row.last_token is not None:
                 assert last_token[slot] == row.last_token, f"slot {slot}: the device holds another last token"
+        self._sampler.check([row.settings.slot for row in rows])
 
     def close(self) -> None:
         """Let what was launched end."""
@@ -193,20 +198,18 @@ class CudaRunner:
     def _pad(self, size: StepSize) -> None:
         """Put a step without a row in place."""
         words = torch.zeros(size.num_words, dtype=torch.int32)
-        StepColumns.on_host(words.numpy(), size).pad(nobody=len(self._rows.request))
+        StepColumns.on_host(words.numpy(), size).pad(self._sampler.nobody)
         self._words[: size.num_words].copy_(words)
 
     def fail(self, slots: Iterable[int], message: str) -> None:
         """The rows in these slots hold nothing to go on from, until their slot gets another request."""
-        self._failed.update((slot, message) for slot in slots)
+        self._failed.add(slots, message)
 
     # A step
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> StepTicket:
-        for init in plan.row_inits:
-            self._failed.pop(init.slot, None)
-        failed = {row: self._failed[slot] for row, slot in enumerate(plan.slot) if slot in self._failed}
+        failed = self._failed.of(plan)
         whole, plan = plan, without_rows(plan, failed) if failed else plan
         self._apply(plan)
         if not plan.slot:
@@ -214,18 +217,17 @@ class CudaRunner:
 
         step = pack(plan, self._rows, self._page_size)
         self._rows.advance(step.slots, step.ends)
-        on_device, on_host = self._split_sampled(step)
-        self._masks.begin(self._rows.adjustments.wanted_masks(step.slots[step.sampled[on_host]]))
-        rows = step.sampled[on_device]
-        launched = Launched(plan.step, plan.request, rows, step.slots[rows], step.slots)
+        self._masks.begin(self._rows.adjustments.wanted_masks(step.slots[step.sampled]))
+        parts = self._sampler.parts(step)
+        rows = step.sampled[parts.on_device]
+        launched = Launched(plan.step, plan.request, rows, step.slots[rows], step.slots, masked=rows[parts.masked])
         staged = self._staging.take()
         try:
-            hidden, logits = self._compute(step, on_device, staged)
-            launched.scores = self._scores(step, on_device, logits)
+            hidden = self._compute(step, parts, staged, launched)
             launched.prompt_scores, launched.prompt_entries = self._score_targets(hidden, step, launched.errors)
-            staged.send(self._results, len(on_device))
-            if len(on_host):
-                self._sample_on_host(hidden, step, on_host, launched)
+            staged.send(self._sampler.results, len(parts.on_device))
+            if len(parts.on_host):
+                self._sample_on_host(hidden, step, parts.on_host, launched)
         except BaseException:
             self._staging.give_back(staged)
             raise
@@ -234,6 +236,7 @@ class CudaRunner:
     def _apply(self, plan: StepPlan) -> None:
         """The plan's deltas. First of all and whatever happens after: later steps rely on these."""
         self._rows.apply(plan)
+        self._sampler.admit(plan.row_inits)
         if plan.table_slot:
             entries = to_device([plan.table_slot, plan.table_index, plan.table_page], torch.int32, self._device)
             self._table[entries[0], entries[1]] = entries[2]
@@ -242,19 +245,8 @@ class CudaRunner:
         self._kv.clear(plan.fresh_pages)
         self._kv.copy(plan.copy_from, plan.copy_to, plan.copy_length)
 
-    def _split_sampled(self, step: PackedStep) -> tuple[Ints, Ints]:
-        """Indices into step.sampled: rows that the device samples, and those that the host does."""
-        slots = step.slots[step.sampled]
-        rows, output_index = self._rows, self._rows.output_index(slots, step.ends[step.sampled])
-        asks_scores = rows.num_logprobs[slots] != NO_LOGPROBS
-        for_host = rows.adjustments.touches(slots, output_index)
-        for_host |= asks_scores & (rows.processed_logprobs[slots] | (rows.num_logprobs[slots] < 0))
-        if asks_scores.any():
-            for_host |= np.array([len(rows.listed_ids[slot]) > 0 for slot in slots.tolist()])
-        return np.flatnonzero(~for_host), np.flatnonzero(for_host)
-
-    def _compute(self, step: PackedStep, on_device: Ints, staged: StagedStep) -> tuple[Tensor, Tensor]:
-        """Hidden states of the step's tokens, and logits of the rows that the device samples, which it does."""
+    def _compute(self, step: PackedStep, parts: Parts, staged: StagedStep, launched: Launched) -> Tensor:
+        """Hidden states of the step's tokens; tokens and scores of rows that the device samples are on their way."""
         lengths = np.diff(step.offsets)
         ones, prompts = np.flatnonzero(lengths == 1), np.flatnonzero(lengths > 1)
         num_tokens = int(step.offsets[-1])
@@ -263,26 +255,36 @@ class CudaRunner:
             prompts = np.concatenate([prompts, ones[shape.num_decodes :]])
             ones = ones[: shape.num_decodes]
         blocks = blocks_of(step, prompts, self._block_size)
-        size = StepSize(num_tokens, len(ones), len(blocks), len(on_device)) if shape is None else self._size_of(shape)
+        count = len(parts.on_device)
+        size = StepSize(num_tokens, len(ones), len(blocks), count) if shape is None else self._size_of(shape)
         columns = StepColumns.on_host(staged.words[: size.num_words], size)
-        columns.pad(nobody=len(self._rows.request))
-        columns.fill(step, ones, blocks, self._rows, on_device)
+        columns.pad(self._sampler.nobody)
+        columns.fill(step, ones, blocks, parts.on_device)
+        self._sampler.fill(columns.samples, step, parts)
         staged.copy_to(self._words[: size.num_words])
-        if shape is None or self.graphs is None:
-            return self._compute_size(size)
-        hidden, logits = self.graphs.replay(shape)
-        return hidden, logits[: len(on_device)]
+        graphs = self.graphs
+        outputs = self._compute_size(size) if shape is None or graphs is None else graphs.replay(shape)
+        if not count:
+            return outputs[0]
+        hidden, drawn, kept = outputs[0], Adjusted(*outputs[1:6]), Kept(*outputs[6:])
+        settings = StepColumns.on_device(self._words[: size.num_words], size).samples.settings()
+        after = None
+        if len(parts.masked):
+            after = self._sampler.draw_masked(drawn.logits, step, parts, launched.errors)
+        launched.scores = self._sampler.scores(step, parts, (drawn, kept, settings), after)
+        return hidden
 
     def _size_of(self, shape: Shape) -> StepSize:
         """Every row of a shape may be sampled, and the last block of each prompt be a short one."""
         blocks = -(-(shape.num_tokens - shape.num_decodes) // self._block_size) + shape.num_prompts
         return StepSize(shape.num_tokens, shape.num_decodes, blocks if shape.num_prompts else 0, shape.num_rows)
 
-    def _compute_shape(self, shape: Shape) -> tuple[Tensor, Tensor]:
+    def _compute_shape(self, shape: Shape) -> tuple[Tensor, ...]:
         return self._compute_size(self._size_of(shape))
 
-    def _compute_size(self, size: StepSize) -> tuple[Tensor, Tensor]:
-        """The step whose numbers lie in `self._words`. Waits for nothing and looks at no value."""
+    def _compute_size(self, size: StepSize) -> tuple[Tensor, ...]:
+        """The step whose numbers lie in `self._words`: hidden states, then what was drawn from. Waits for nothing and
+        looks at no value."""
         step = StepColumns.on_device(self._words[: size.num_words], size)
         rows = PagedRows(self._table, step.index, step.slots, step.at, step.blocks)
 
@@ -292,40 +294,15 @@ class CudaRunner:
             return self._forms[self._kinds[layer]].run(q, cache, rows)
 
         tokens = step.tokens
-        sampled_last = self._last_token[(~tokens).clamp_(min=0)]
+        sampled_last = self._sampler.last_token[(~tokens).clamp_(min=0)]
         ids = torch.where(tokens >= 0, tokens, sampled_last).long()
         hidden = self._model.forward(ids, step.positions.long(), attend)
-        logits = self._model.logits(hidden[step.hidden])
-        settings = Settings(
-            temperature=step.temperature,
-            top_k=step.top_k,
-            top_p=step.top_p,
-            min_p=step.min_p,
-            seed_low=step.seed_low,
-            seed_high=step.seed_high,
-            output_index=step.output_index,
-            child=step.child,
-            forced=step.forced,
-            slots=step.sample_slots,
-        )
-        count = size.samples
-        most = len(self._results) // 2
-        draw_tokens(logits, settings, self._results[:count], self._results[most : most + count], self._last_token)
-        return hidden, logits
+        if not size.samples:
+            return (hidden,)
+        x, kept = self._sampler.draw(self._model.logits(hidden[step.hidden]), step.samples.settings())
+        return hidden, x.logits, x.values, x.raw_best, x.best, x.best_id, kept.border, kept.last_tie
 
     # Scores, and rows that the host samples
-
-    def _scores(self, step: PackedStep, on_device: Ints, logits: Tensor) -> PendingScores | None:
-        slots = step.slots[step.sampled[on_device]]
-        asking = np.flatnonzero(self._rows.num_logprobs[slots] != NO_LOGPROBS)
-        if not len(asking):
-            return None
-        ids = self._results[: len(on_device)]
-        if len(asking) < len(on_device):
-            at = to_device(asking.tolist(), torch.int64, self._device)
-            logits, ids = logits[at], ids[at]
-        rows = step.sampled[on_device[asking]]
-        return score(logits, ids, rows, step.ends[rows], self._rows.num_logprobs[slots[asking]])
 
     def _score_targets(
         self, hidden: Tensor, step: PackedStep, errors: dict[int, str]
@@ -335,7 +312,7 @@ class CudaRunner:
             return [], ScoreEntries()
         num_top = self._rows.num_prompt_logprobs[step.slots[targets.row]]
         if num_top.min() < 0:
-            return [], self._sampler.score_targets(hidden, targets, step.slots, errors)
+            return [], self._host_sampler.score_targets(hidden, targets, step.slots, errors)
         parts = range(0, len(targets.row), TARGET_SLICE)
         slices = [slice(low, low + TARGET_SLICE) for low in parts]
         return [self._score_part(hidden, targets, num_top, part) for part in slices], ScoreEntries()
@@ -343,26 +320,25 @@ class CudaRunner:
     def _score_part(self, hidden: Tensor, targets: Targets, num_top: Ints, part: slice) -> PendingScores:
         at = to_device([targets.hidden_row[part].tolist(), targets.token[part].tolist()], torch.int64, self._device)
         logits = self._model.logits(hidden[at[0]])
-        return score(logits, at[1].int(), targets.row[part], targets.position[part], num_top[part])
+        return score_prompt(logits, at[1].int(), targets.row[part], targets.position[part], num_top[part])
 
     def _sample_on_host(self, hidden: Tensor, step: PackedStep, on_host: Ints, launched: Launched) -> None:
         """What these rows asked is done by the host's forms, on logits that are waited for."""
         at = step.sampled[on_host]
         slots, positions = step.slots[at], step.ends[at]
-        rows, tokens, scores = self._sampler.sample(
+        rows, tokens, scores = self._host_sampler.sample(
             hidden, step.sampled_hidden[on_host], at, slots, positions, launched.errors
         )
         self._rows.sampled(step.slots[rows], tokens)
-        pair = to_device([step.slots[rows].tolist(), tokens.tolist()], torch.int32, self._device)
-        self._last_token[pair[0]] = pair[1]
+        self._sampler.keep(step.slots[rows], tokens)
         launched.host_rows, launched.host_tokens, launched.host_entries = rows, tokens, scores
 
-    def _finish(self, launched: Launched, tokens: Ints, is_bad: np.ndarray) -> StepOutput:
+    def _finish(self, launched: Launched, tokens: Ints, codes: np.ndarray) -> StepOutput:
         """The output of a step that has run."""
-        output, rows = launched.output(tokens, is_bad)
+        output, rows = launched.output(tokens, codes)
         # A slot may have another request by now, which this step's result is nothing to.
         here = self._rows.request[launched.all_slots] == launched.requests
         good = np.isin(launched.rows, rows) & here[launched.rows]
-        self._rows.last_token[launched.slots[good]] = tokens[good]
-        self._failed.update((int(launched.all_slots[row]), message) for row, message in output.errors if here[row])
+        self._rows.sampled(launched.slots[good], tokens[good])
+        self._failed.learn(launched.all_slots.tolist(), [(row, why) for row, why in output.errors if here[row]])
         return output

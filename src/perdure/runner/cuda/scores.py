@@ -1,8 +1,7 @@
 """Scores of a step on their way from the device: columns that are copied without waiting, and entries once they are
 there.
 
-Whoever asks for what the device does not score (listed ids, processed scores, whole vocabularies) is scored on the
-host.
+Who asks for scores of whole vocabularies is scored on the host.
 """
 
 from __future__ import annotations
@@ -14,20 +13,24 @@ import torch
 from torch import Tensor
 
 from perdure.ops.sampling import NO_LIST, Scores
-from perdure.ops.triton.sampling import score_ids, top_ids
+from perdure.ops.triton.scores import View, best_ids, score
 from perdure.runner.inputs import Ints
 from perdure.runner.sampler import BAD_LOGITS, ScoreEntries
+
+NO_SCORES: np.ndarray = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingScores:
-    """Of n entries; the tensors are the host's, and valid once the step's event has come. rows are the plan's."""
+    """Of m entries; the tensors are the host's, and valid once the step's event has come. rows are the plan's. scores,
+    ranks [m, 1 + most]: of the token, then of each one's num_listed ids."""
 
     rows: Ints
     positions: Ints
     num_top: Ints
-    chosen: Tensor
-    rank: Tensor
+    num_listed: Ints
+    scores: Tensor
+    ranks: Tensor
     bad: Tensor
     top_ids: Tensor | None
     top_scores: Tensor | None
@@ -37,41 +40,47 @@ class PendingScores:
         bad = self.bad.numpy()
         errors.update((row, BAD_LOGITS) for row in self.rows[bad].tolist() if row not in errors)
         good = np.flatnonzero(~bad)
-        counts = self.num_top[good].tolist()
-        ids, values = self._tops(good, counts)
-        none = [NO_LIST] * len(good)
+        values, ranks = self.scores.numpy()[good], self.ranks.numpy()[good]
+        listed, top = self.num_listed[good], self.num_top[good]
+        ids, best = [NO_LIST] * len(good), [NO_SCORES] * len(good)
+        if self.top_ids is not None and self.top_scores is not None:
+            ids, best = _cut(self.top_ids.numpy()[good], top), _cut(self.top_scores.numpy()[good], top)
         scores = Scores(
-            chosen=self.chosen.numpy()[good],
-            rank=self.rank.numpy()[good],
+            chosen=values[:, 0],
+            rank=ranks[:, 0],
             top_ids=ids,
-            top_scores=values,
-            listed_ranks=none,
-            listed_scores=[np.empty(0, np.float32)] * len(good),
+            top_scores=best,
+            listed_ranks=_cut(ranks[:, 1:], listed),
+            listed_scores=_cut(values[:, 1:], listed),
         )
         entries.add(self.rows[good], self.positions[good], scores)
 
-    def _tops(self, good: Ints, counts: list[int]) -> tuple[list[Ints], list[np.ndarray]]:
-        if self.top_ids is None or self.top_scores is None:
-            return [NO_LIST] * len(good), [np.empty(0, np.float32)] * len(good)
-        ids, values = self.top_ids.numpy()[good], self.top_scores.numpy()[good]
-        return (
-            [row[:count] for row, count in zip(ids, counts, strict=True)],
-            [row[:count] for row, count in zip(values, counts, strict=True)],
-        )
+
+def _cut(rows: np.ndarray, counts: Ints) -> list[np.ndarray]:
+    """As much of each row as its count says."""
+    return [row[:count] for row, count in zip(rows, counts.tolist(), strict=True)]
 
 
-def score(logits: Tensor, ids: Tensor, rows: Ints, positions: Ints, num_top: Ints) -> PendingScores:
-    """Raw scores of ids [n] (int32, on the device) in logits [n, V], and of the num_top best of each row."""
-    chosen, rank, normaliser, bad = score_ids(logits, ids)
-    most = min(int(num_top.max(initial=0)), logits.shape[1])
+def pending(
+    view: View, ids: Tensor, rows: Ints, positions: Ints, num_top: Ints, num_listed: Ints
+) -> PendingScores:  # fmt: skip
+    """Scores of the view's entries at ids [m, 1 + most] (int32, on the device), and of the num_top best of each."""
+    found = score(view, ids)
+    most = min(int(num_top.max(initial=0)), view.of.logits.shape[1])
     best = values = None
     if most > 0:
-        found = top_ids(logits, most)
-        best = to_host(found)
-        values = to_host((logits.gather(1, found).double() - normaliser[:, None]).float())
+        best, values = map(to_host, best_ids(view, most, found.normaliser))
     return PendingScores(
-        rows, positions, num_top, to_host(chosen), to_host(rank), to_host(bad), best, values
-    )  # fmt: skip
+        rows=rows,
+        positions=positions,
+        num_top=num_top,
+        num_listed=num_listed,
+        scores=to_host(found.scores),
+        ranks=to_host(found.ranks),
+        bad=to_host(found.is_bad),
+        top_ids=best,
+        top_scores=values,
+    )
 
 
 def to_host(tensor: Tensor) -> Tensor:

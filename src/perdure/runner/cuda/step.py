@@ -17,12 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from perdure.runner.cuda.sample_columns import WORDS_A_ROW, SampleColumns
 from perdure.runner.inputs import Ints, PackedStep
-from perdure.runner.row_store import RowStore
 
 NOWHERE = -1
-_SAMPLE_INTS = ("hidden", "sample_slots", "top_k", "seed_low", "seed_high", "output_index", "child", "forced")
-_LOW = np.uint64(0xFFFFFFFF)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,7 +35,7 @@ class StepSize:
     @property
     def num_words(self) -> int:
         """Of four bytes."""
-        return 3 * self.tokens + 3 * self.decodes + 4 * self.blocks + (4 + len(_SAMPLE_INTS)) * self.samples
+        return 3 * self.tokens + 3 * self.decodes + 4 * self.blocks + (1 + WORDS_A_ROW) * self.samples
 
 
 class StepColumns:
@@ -45,43 +43,31 @@ class StepColumns:
 
     tokens [T]: ids, or ~slot where the token sampled last into that slot stands. positions [T]. write [T]: page *
     page_size + offset. index, slots, at [D] and blocks [B, 4]: as in `PagedRows`. hidden [S]: the row of each one's
-    logits. The other columns [S] are those of `ops.triton.sampling.Settings`.
+    logits. samples: what is drawn of them.
     """
 
-    def __init__(self, flat: Any, size: StepSize, float32: Any, float64: Any) -> None:
+    def __init__(self, flat: Any, size: StepSize, samples: SampleColumns) -> None:
         self.size = size
-        end = 0
+        self.samples = samples
+        end = WORDS_A_ROW * size.samples
 
         def part(count: int) -> Any:
             nonlocal end
             end += count
             return flat[end - count : end]
 
-        self.top_p = part(2 * size.samples).view(float64)
         self.tokens, self.positions, self.write = (part(size.tokens) for _ in range(3))
         self.index, self.slots, self.at = (part(size.decodes) for _ in range(3))
         self.blocks = part(4 * size.blocks).reshape(size.blocks, 4)
-        for name in _SAMPLE_INTS:
-            setattr(self, name, part(size.samples))
-        self.temperature = part(size.samples).view(float32)
-        self.min_p = part(size.samples).view(float32)
-
-    hidden: Any
-    sample_slots: Any
-    top_k: Any
-    seed_low: Any
-    seed_high: Any
-    output_index: Any
-    child: Any
-    forced: Any
+        self.hidden = part(size.samples)
 
     @staticmethod
     def on_host(words: NDArray[np.int32], size: StepSize) -> StepColumns:
-        return StepColumns(words, size, np.float32, np.float64)
+        return StepColumns(words, size, SampleColumns.on_host(words, size.samples))
 
     @staticmethod
     def on_device(words: torch.Tensor, size: StepSize) -> StepColumns:
-        return StepColumns(words, size, torch.float32, torch.float64)
+        return StepColumns(words, size, SampleColumns.on_device(words, size.samples))
 
     def pad(self, nobody: int) -> None:
         """A step without rows. nobody: the slot that tokens of padding are drawn into."""
@@ -92,16 +78,12 @@ class StepColumns:
         self.slots[:] = 0
         self.at[:] = NOWHERE
         self.blocks[:] = 0
-        for name in _SAMPLE_INTS:
-            getattr(self, name)[:] = 0
-        self.sample_slots[:] = nobody
-        self.temperature[:] = 0
-        self.top_p[:] = 1
-        self.min_p[:] = 0
+        self.hidden[:] = 0
+        self.samples.pad(nobody)
 
-    def fill(self, step: PackedStep, ones: Ints, blocks: Ints, rows: RowStore, sampled: Ints) -> None:
-        """Write a step over padding. ones: its rows of one query that go the way of such; blocks: of the others.
-        sampled: indices into step.sampled of the rows to sample here."""
+    def fill(self, step: PackedStep, ones: Ints, blocks: Ints, sampled: Ints) -> None:
+        """Write a step over padding, but for its samples. ones: its rows of one query that go the way of such; blocks:
+        of the others. sampled: indices into step.sampled of the rows whose logits are wanted here."""
         num_tokens = int(step.offsets[-1])
         self.tokens[:num_tokens] = step.token_ids[:num_tokens]
         self.tokens[step.offsets[:-1][step.on_device]] = ~step.slots[step.on_device]
@@ -112,22 +94,7 @@ class StepColumns:
         self.slots[:count] = step.slots[ones]
         self.at[:count] = step.starts[ones]
         self.blocks[: len(blocks)] = blocks
-        at = step.sampled[sampled]
-        slots = step.slots[at]
-        output_index = rows.output_index(slots, step.ends[at])
-        settings = rows.sampling(slots, output_index)
-        count = len(sampled)
-        self.hidden[:count] = step.sampled_hidden[sampled]
-        self.sample_slots[:count] = slots
-        self.top_k[:count] = np.minimum(settings.top_k, 2**31 - 1)
-        self.seed_low[:count] = (settings.seed & _LOW).astype(np.uint32).view(np.int32)
-        self.seed_high[:count] = (settings.seed >> np.uint64(32)).astype(np.uint32).view(np.int32)
-        self.output_index[:count] = output_index
-        self.child[:count] = settings.child
-        self.forced[:count] = rows.forced(slots, output_index)
-        self.temperature[:count] = settings.temperature
-        self.top_p[:count] = settings.top_p
-        self.min_p[:count] = settings.min_p
+        self.hidden[: len(sampled)] = step.sampled_hidden[sampled]
 
 
 def blocks_of(step: PackedStep, rows: Ints, block_size: int) -> Ints:

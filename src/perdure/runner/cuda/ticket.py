@@ -16,13 +16,21 @@ import torch
 
 from perdure.api.errors import described
 from perdure.api.plan import StepOutput, StepPlan
+from perdure.ops.triton.adjust import FINE, STALE, UNUSABLE
+from perdure.ops.triton.adjust import NOTHING_LEFT as LEAVES_NOTHING
 from perdure.runner.cuda.scores import PendingScores
 from perdure.runner.failed_rows import with_rows
 from perdure.runner.inputs import Ints
-from perdure.runner.sampler import BAD_LOGITS, ScoreEntries
+from perdure.runner.sampler import BAD_LOGITS, NOTHING_ALLOWED, NOTHING_LEFT, ScoreEntries
 from perdure.runner.worker import failed_output
 
 NONE: Ints = np.empty(0, np.int64)
+
+WHY = {
+    UNUSABLE.value: BAD_LOGITS,
+    LEAVES_NOTHING.value: NOTHING_LEFT,
+    STALE.value: "the row's history on the device is not the one before this token",
+}
 
 
 class StagedStep:
@@ -44,16 +52,16 @@ class StagedStep:
         """Have the results of so many rows copied back once they are there, with all that was copied before."""
         self._count = count
         if count:
-            self._results.copy_(results, non_blocking=True)
+            self._results.copy_(results.view(-1), non_blocking=True)
         if self._event is not None:
             self._event.record()
 
     def receive(self) -> tuple[Ints, np.ndarray]:
-        """Wait for them: tokens, and whether the logits were unusable."""
+        """Wait for them: tokens, and what came of each row."""
         if self._event is not None:
             self._event.synchronize()
         most, found = len(self._results) // 2, self._results.numpy()
-        return found[: self._count].astype(np.int64), found[most : most + self._count] != 0
+        return found[: self._count].astype(np.int64), found[most : most + self._count].copy()
 
 
 class Staging:
@@ -72,8 +80,8 @@ class Staging:
 
 @dataclass(slots=True)
 class Launched:
-    """requests: of the plan's rows. rows, slots: of those that the device samples, in the order of its results. host_*:
-    of those that the host sampled at launch. errors: by the plan's row."""
+    """requests: of the plan's rows. rows, slots: of those that the device samples, in the order of its results; masked:
+    those of rows that a grammar holds. host_*: of those that the host sampled at launch. errors: by the plan's row."""
 
     step: int
     requests: list[int]
@@ -81,22 +89,25 @@ class Launched:
     slots: Ints
     all_slots: Ints
     errors: dict[int, str] = field(default_factory=dict)
-    scores: PendingScores | None = None
+    masked: Ints = field(default_factory=lambda: NONE)
+    scores: list[PendingScores] = field(default_factory=list)
     prompt_scores: list[PendingScores] = field(default_factory=list)
     prompt_entries: ScoreEntries = field(default_factory=ScoreEntries)
     host_rows: Ints = field(default_factory=lambda: NONE)
     host_tokens: Ints = field(default_factory=lambda: NONE)
     host_entries: ScoreEntries = field(default_factory=ScoreEntries)
 
-    def output(self, tokens: Ints, is_bad: np.ndarray) -> tuple[StepOutput, Ints]:
+    def output(self, tokens: Ints, codes: np.ndarray) -> tuple[StepOutput, Ints]:
         """What came of the step, and which of its rows have a token that the device drew."""
         errors = self.errors
         for pending in self.prompt_scores:
             pending.add_to(self.prompt_entries, errors)
-        errors.update((row, BAD_LOGITS) for row in self.rows[is_bad].tolist())
-        if self.scores is not None:
-            self.scores.add_to(self.host_entries, errors)
-        good = ~is_bad & ~np.isin(self.rows, list(errors)) if errors else ~is_bad
+        for row, code in zip(self.rows[codes != FINE.value].tolist(), codes[codes != FINE.value].tolist(), strict=True):
+            is_masked = code == LEAVES_NOTHING.value and row in self.masked
+            errors.setdefault(row, NOTHING_ALLOWED if is_masked else WHY[code])
+        for pending in self.scores:
+            pending.add_to(self.host_entries, errors)
+        good = ~np.isin(self.rows, list(errors))
         rows = np.concatenate([self.rows[good], self.host_rows])
         drawn = np.concatenate([tokens[good], self.host_tokens])
         if len(self.host_rows):
@@ -156,8 +167,8 @@ class StepTicket:
     def _received(self) -> StepOutput:
         assert self._finish and self._launched and self._staged and self._staging and self._whole is not None
         try:
-            tokens, is_bad = self._staged.receive()
-            output = self._finish(self._launched, tokens, is_bad)
+            tokens, codes = self._staged.receive()
+            output = self._finish(self._launched, tokens, codes)
         except Exception as error:
             return failed_output(self._whole, described(error))
         self._staging.give_back(self._staged)

@@ -1,0 +1,93 @@
+"""What a draw needs of its rows, as columns over a flat block of 32-bit words: written on the host, read on the device.
+
+- The layout follows from the number of rows alone.
+- Padding is rows that draw greedily into a slot that nobody has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from perdure.ops.triton.sampling import Settings
+from perdure.runner.inputs import Ints
+from perdure.runner.row_store import RowStore
+
+_INTS = ("slots", "top_k", "seed_low", "seed_high", "output_index", "child", "forced")
+_LOW = np.uint64(0xFFFFFFFF)
+WORDS_A_ROW = 6 + len(_INTS) + 2
+
+
+class SampleColumns:
+    """Of `count` rows; flat begins on a word of 64 bits. The columns are those of `ops.triton.sampling.Settings`."""
+
+    slots: Any
+    top_k: Any
+    seed_low: Any
+    seed_high: Any
+    output_index: Any
+    child: Any
+    forced: Any
+
+    def __init__(self, flat: Any, count: int, float32: Any, float64: Any, int64: Any) -> None:
+        self.count = count
+        self.top_p = flat[: 2 * count].view(float64)
+        self.asked = flat[2 * count : 4 * count].view(int64)
+        self.masks = flat[4 * count : 6 * count].view(int64)
+        for index, name in enumerate(_INTS, 6):
+            setattr(self, name, flat[index * count : (index + 1) * count])
+        end = 6 + len(_INTS)
+        self.temperature = flat[end * count : (end + 1) * count].view(float32)
+        self.min_p = flat[(end + 1) * count : (end + 2) * count].view(float32)
+
+    @staticmethod
+    def on_host(words: NDArray[np.int32], count: int) -> SampleColumns:
+        return SampleColumns(words, count, np.float32, np.float64, np.int64)
+
+    @staticmethod
+    def on_device(words: torch.Tensor, count: int) -> SampleColumns:
+        return SampleColumns(words, count, torch.float32, torch.float64, torch.int64)
+
+    def settings(self) -> Settings:
+        """Of columns on the device."""
+        return Settings(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed_low=self.seed_low,
+            seed_high=self.seed_high,
+            output_index=self.output_index,
+            child=self.child,
+            forced=self.forced,
+            slots=self.slots,
+            asked=self.asked,
+            masks=self.masks,
+        )
+
+    def pad(self, nobody: int) -> None:
+        """Rows that are none. nobody: the slot that their tokens go to."""
+        for name in _INTS:
+            getattr(self, name)[:] = 0
+        self.slots[:] = nobody
+        self.asked[:] = self.masks[:] = 0
+        self.temperature[:] = self.min_p[:] = 0
+        self.top_p[:] = 1
+
+    def fill(self, at: Ints, slots: Ints, output_index: Ints, rows: RowStore, asked: Ints) -> None:
+        """Write rows at these places: the requests in slots, at these output indices; asked: addresses."""
+        settings = rows.sampling(slots, output_index)
+        self.slots[at] = slots
+        self.top_k[at] = np.minimum(settings.top_k, 2**31 - 1)
+        self.seed_low[at] = (settings.seed & _LOW).astype(np.uint32).view(np.int32)
+        self.seed_high[at] = (settings.seed >> np.uint64(32)).astype(np.uint32).view(np.int32)
+        self.output_index[at] = output_index
+        self.child[at] = settings.child
+        self.forced[at] = rows.forced(slots, output_index)
+        self.temperature[at] = settings.temperature
+        self.top_p[at] = settings.top_p
+        self.min_p[at] = settings.min_p
+        self.asked[at] = asked

@@ -1,0 +1,214 @@
+"""From logits to tokens and scores on the device, for all that rows ask but functions and whole vocabularies.
+
+- What a row asked is on the device from its `RowInit` on (`ops.triton.adjust.make_block`), and its history grows there:
+  derived from what the core said and what was drawn, made anew whenever the row is.
+- Most rows are drawn with the step, in its graph. Rows held to a grammar are drawn after it: their masks are made on
+  the host meanwhile, and only the host waits for them.
+- Rows that call functions, or ask for scores of all ids, are not for here (`Parts.on_host`).
+
+Shapes: S slots, n rows of a draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perdure.api.plan import NO_LOGPROBS, RowInit
+from perdure.ops import flashinfer_filters
+from perdure.ops.triton.adjust import Adjusted, Asked, history_of, make_block, unadjusted
+from perdure.ops.triton.sampling import Filter, Kept, Settings, draw_tokens, find_kept
+from perdure.ops.triton.scores import Entries, View
+from perdure.runner.cuda.pages import to_device
+from perdure.runner.cuda.sample_columns import WORDS_A_ROW, SampleColumns
+from perdure.runner.cuda.scores import PendingScores, pending
+from perdure.runner.inputs import Ints, PackedStep
+from perdure.runner.masks import Masks
+from perdure.runner.row_store import RowStore
+
+Drawn = tuple[Adjusted, Kept, Settings]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Indices into a step's sampled rows: those drawn on the device, of these those that wait for a mask (indices into
+    on_device), and those that the host samples."""
+
+    on_device: Ints
+    masked: Ints
+    on_host: Ints
+
+
+class DeviceSampler:
+    """last_token [S + 1]: the token sampled last into each slot, and into one that nobody has. results [2, most]:
+    tokens of a step's rows, then what came of them (`ops.triton.adjust.FINE` and so on)."""
+
+    def __init__(
+        self, rows: RowStore, masks: Masks, vocab_size: int, max_length: int, device: torch.device, find: Filter
+    ) -> None:
+        num_slots = len(rows.request)
+        self._rows = rows
+        self._masks = masks
+        self._vocab_size = vocab_size
+        self._max_length = max_length
+        self._device = device
+        self._find = find
+        self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+        self.results = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
+        self._blocks: list[Tensor | None] = [None] * num_slots
+        self._addresses = np.zeros(num_slots, np.int64)
+
+    @property
+    def nobody(self) -> int:
+        """The slot that padding is drawn into."""
+        return len(self._blocks)
+
+    def admit(self, inits: Iterable[RowInit]) -> None:
+        """These rows are new. The blocks of those before them may still be read by steps under way: memory goes to
+        others in the order of the device's work."""
+        for init in inits:
+            asked = _asked(init)
+            block = None if asked is None else make_block(asked, self._vocab_size, self._max_length, self._device)
+            self._blocks[init.slot] = block
+            self._addresses[init.slot] = 0 if block is None else block.data_ptr()
+
+    def parts(self, step: PackedStep) -> Parts:
+        slots = step.slots[step.sampled]
+        rows = self._rows
+        on_host = rows.adjustments.calls_functions[slots]
+        on_host |= (rows.num_logprobs[slots] < 0) & (rows.num_logprobs[slots] != NO_LOGPROBS)
+        on_device = np.flatnonzero(~on_host)
+        masked = np.flatnonzero(rows.adjustments.walks[slots[on_device]])
+        return Parts(on_device, masked, np.flatnonzero(on_host))
+
+    def fill(self, columns: SampleColumns, step: PackedStep, parts: Parts) -> None:
+        """What is drawn with the step, over padding; rows that wait for a mask stay padding."""
+        at = np.setdiff1d(np.arange(len(parts.on_device)), parts.masked)
+        self._fill(columns, at, step, parts.on_device[at])
+
+    def _fill(self, columns: SampleColumns, at: Ints, step: PackedStep, sampled: Ints) -> None:
+        rows = step.sampled[sampled]
+        slots = step.slots[rows]
+        output_index = self._rows.output_index(slots, step.ends[rows])
+        touched = self._rows.adjustments.touches(slots, output_index)
+        columns.fill(at, slots, output_index, self._rows, np.where(touched, self._addresses[slots], 0))
+
+    def draw(self, logits: Tensor, settings: Settings) -> tuple[Adjusted, Kept]:
+        """Of the first rows of results. Waits for nothing and looks at no value."""
+        tokens, codes = self.results[:, : len(logits)]
+        return draw_tokens(logits, settings, tokens, codes, self.last_token, self._find)
+
+    def draw_masked(self, logits: Tensor, step: PackedStep, parts: Parts, errors: dict[int, str]) -> Drawn:
+        """The rows that waited for masks, of the logits of all. errors, by the plan's row: those that got none."""
+        count, sampled = len(parts.masked), parts.on_device[parts.masked]
+        words = np.zeros(WORDS_A_ROW * count, np.int32)
+        columns = SampleColumns.on_host(words, count)
+        self._fill(columns, np.arange(count), step, sampled)
+        rows = step.sampled[sampled]
+        masks, failed = self._masks.take(step.slots[rows])
+        errors.update((int(rows[at]), why) for at, why in failed.items())
+        if masks is not None:
+            bits = _placed(masks.bits, self._device)
+            columns.masks[masks.row] = bits.data_ptr() + np.arange(len(bits)) * bits[0].nbytes
+        settings = SampleColumns.on_device(_placed(words, self._device), count).settings()
+        at = _placed(parts.masked, self._device)
+        tokens, codes = torch.empty(2, count, dtype=torch.int32, device=self._device)
+        x, kept = draw_tokens(logits[at], settings, tokens, codes, self.last_token, self._find)
+        self.results[0, at], self.results[1, at] = tokens, codes
+        return x, kept, settings
+
+    def scores(self, step: PackedStep, parts: Parts, drawn: Drawn, masked: Drawn | None) -> list[PendingScores]:
+        """Of the rows that asked: those drawn with the step, and those after."""
+        where = np.arange(len(parts.on_device))
+        with_step = np.setdiff1d(where, parts.masked)
+        found = [self._scores(step, parts.on_device, with_step, with_step, drawn)]
+        if masked is not None:
+            found.append(self._scores(step, parts.on_device, parts.masked, np.arange(len(parts.masked)), masked))
+        return [one for one in found if one is not None]
+
+    def _scores(
+        self, step: PackedStep, on_device: Ints, results: Ints, drawn_rows: Ints, drawn: Drawn
+    ) -> PendingScores | None:
+        """results: where each row's token is; drawn_rows: where its logits are."""
+        slots = step.slots[step.sampled[on_device[results]]]
+        asking = np.flatnonzero(self._rows.num_logprobs[slots] != NO_LOGPROBS)
+        if not len(asking):
+            return None
+        rows, slots = step.sampled[on_device[results[asking]]], slots[asking]
+        listed = [self._rows.listed_ids[slot] for slot in slots.tolist()]
+        num_listed = np.array([len(ids) for ids in listed], np.int64)
+        numbers = np.full((len(asking), 4 + num_listed.max()), -1, np.int32)
+        numbers[:, 0], numbers[:, 1] = drawn_rows[asking], self._rows.processed_logprobs[slots]
+        numbers[:, 2] = results[asking]
+        for entry, ids in enumerate(listed):
+            numbers[entry, 4 : 4 + len(ids)] = ids
+        placed = _placed(numbers, self._device)
+        ids = placed[:, 3:].contiguous()
+        ids[:, 0] = self.results[0, placed[:, 2]]
+        x, kept, settings = drawn
+        view = View(x, Entries(placed[:, 0].contiguous(), placed[:, 1].contiguous()), (settings, kept))
+        return pending(view, ids, rows, step.ends[rows], self._rows.num_logprobs[slots], num_listed)
+
+    def keep(self, slots: Ints, tokens: Ints) -> None:
+        """The tokens of rows that the host sampled."""
+        pair = to_device([slots.tolist(), tokens.tolist()], torch.int32, self._device)
+        self.last_token[pair[0]] = pair[1]
+
+    def check(self, slots: Sequence[int]) -> None:
+        """The device's histories are those of the host's account. Raises AssertionError."""
+        for slot in slots:
+            block = self._blocks[slot]
+            if block is not None:
+                self._rows.adjustments.check_history(slot, *history_of(block))
+
+
+def filter_of(backend: str) -> Filter:
+    """ValueError: it is not here."""
+    if backend != "flashinfer":
+        return find_kept
+    if missing := flashinfer_filters.why_not():
+        raise ValueError(f"sampling_backend='flashinfer' is not here: {missing}")
+    return flashinfer_filters.find_kept
+
+
+def score_prompt(logits: Tensor, ids: Tensor, rows: Ints, positions: Ints, num_top: Ints) -> PendingScores:
+    """Raw scores of ids [n] (int32, on the device) in logits [n, V], and of the num_top best of each row."""
+    every = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    view = View(unadjusted(logits), Entries(every, torch.zeros_like(every)))
+    return pending(view, ids[:, None], rows, positions, num_top, np.zeros(len(rows), np.int64))
+
+
+def _asked(init: RowInit) -> Asked | None:
+    """What is done to the row's logits on the device; None: nothing, or the host does it."""
+    asked, is_held = init.adjustments, init.min_tokens > 0 and bool(init.masked_ids)
+    if (asked is None and not is_held) or (asked is not None and asked.functions):
+        return None
+    early = np.array(init.masked_ids, np.int64)
+    if asked is None:
+        return Asked(init.prompt_length, early=early, min_tokens=init.min_tokens)
+    words = [word for word in asked.bad_words if len(word) > 1]
+    looks_back = bool(words) or asked.has_penalties
+    return Asked(
+        prompt_length=init.prompt_length,
+        bias_ids=np.array([id_ for id_, _ in asked.logit_bias], np.int64),
+        bias_values=np.array([value for _, value in asked.logit_bias], np.float32),
+        allowed=None if asked.allowed_ids is None else np.array(asked.allowed_ids, np.int64),
+        banned=np.array([word[0] for word in asked.bad_words if len(word) == 1], np.int64),
+        early=early,
+        min_tokens=init.min_tokens,
+        words=words,
+        penalties=(asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty)
+        if asked.has_penalties
+        else None,
+        history=asked.history if looks_back else (),
+    )
+
+
+def _placed(values: np.ndarray, device: torch.device) -> Tensor:
+    """On the device, without waiting for what runs there."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

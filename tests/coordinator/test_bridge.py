@@ -1,0 +1,77 @@
+"""`Bridge` between two sessions: what its engine was given already takes place, and only then it says what it is."""
+
+from __future__ import annotations
+
+import itertools
+
+from perdure.api import command as cmd
+from perdure.api import event as ev
+from perdure.api.fingerprint import Fingerprint
+from perdure.coordinator import messages as m
+from perdure.engine.bridge import Bridge, Condition
+
+
+class Host:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.tickets = itertools.count(1)
+        self.applied: list[m.Asked] = []
+        self.bridge = Bridge(self)
+
+    def ticket(self) -> int:
+        return next(self.tickets)
+
+    def send(self, command: cmd.Command) -> None:
+        raise AssertionError(command)
+
+    def prepare(self, ask: int, order: m.Asked, source: str | None) -> None:
+        self.bridge.prepared(ask, None)
+
+    def apply(self, ask: int, order: m.Asked) -> None:
+        self.applied.append(order)
+
+    def forget(self, ask: int) -> None:
+        raise AssertionError(ask)
+
+    def hold(self, holds: bool) -> None:
+        assert not holds
+
+    def take_piece(self, ask: int, first: int, total: int, data: bytes) -> None:
+        raise AssertionError(ask)
+
+    def piece(self, source: str, first: int) -> tuple[bytes, int] | None:
+        return None
+
+
+def given(host: Host, order: m.Asked) -> int:
+    """The engine's ticket of an order that it was given."""
+    host.bridge.take(m.Prepare(1, order), ())
+    host.bridge.take(m.Apply(1), ())
+    return host.applied[-1].ticket
+
+
+def test_an_order_of_a_session_that_is_over_is_waited_for() -> None:
+    host = Host()
+    ticket = given(host, cmd.Pause(0))
+    host.bridge.flush()
+    host.bridge.lost()
+    assert not host.bridge.is_settled
+    host.bridge.told(ev.Done(ticket), 0.0, Condition("paused", 0, Fingerprint()))
+    assert host.bridge.is_settled and host.bridge.flush() == [], "nobody asked in this session"
+    host.bridge.check_idle()
+
+
+def test_a_question_changes_nothing_and_is_not_waited_for() -> None:
+    host = Host()
+    given(host, cmd.GetStats(0))
+    host.bridge.lost()
+    assert host.bridge.is_settled
+
+
+def test_one_that_was_told_to_stop_has_stopped_whoever_hears_of_it() -> None:
+    host = Host()
+    ticket = given(host, cmd.Stop(0))
+    host.bridge.lost()
+    host.bridge.told(ev.Done(ticket), 0.0, Condition("stopped", 0, Fingerprint()))
+    assert host.bridge.is_stopped
