@@ -170,7 +170,14 @@ def test_settings_survive_the_wire() -> None:
         ({"quantization": "gguf", "load_format": "dummy"}, "load_format='dummy' does not go with"),
         ({"quantization": "gguf", "linear_backend": "packed"}, "linear_backend='packed' .* it needs auto or native"),
         ({"device": "tpu"}, "device='tpu' is none of auto, cpu, cuda"),
-        ({"device": "cuda", "batch_invariant": True}, "batch_invariant=True is not there on device='cuda' yet"),
+        (
+            {"device": "cuda", "batch_invariant": True, "linear_backend": "plain"},
+            "linear_backend='plain' is not batch invariant on device='cuda': it needs batch_invariant=False",
+        ),
+        (
+            {"device": "cuda", "batch_invariant": True, "attention_backend": "reference"},
+            "attention_backend='reference' is not batch invariant on device='cuda'",
+        ),
         ({"device": "cuda", "attention_backend": "tiled"}, "attention_backend='tiled' is not for device='cuda'"),
         ({"device": "cuda", "linear_backend": "packed"}, "linear_backend='packed' is not for device='cuda'"),
         ({"device": "cpu", "sampling_backend": "flashinfer"}, "sampling_backend='flashinfer' is for device='cuda'"),

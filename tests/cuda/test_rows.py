@@ -8,6 +8,7 @@ import torch
 from perdure.ops import activation, norm, rope
 from perdure.ops.triton import pages, rows
 from tests.cuda.helpers import Random, check_close
+from tests.witness import witness
 
 
 @pytest.mark.parametrize("width", [96, 576])
@@ -41,6 +42,25 @@ def test_rotary_positions_of_a_whole_head_and_of_a_part(device, dtype, turning):
     table = rope.rotary_table(rope.inverse_frequencies(turning, 1e4).to(device), 64)
     turn = rope.rotations(table, torch.tensor([3, 0, 9, 60, 5], device=device), dtype)
     check_close(rows.rotate(x, *turn), rope.rotate(x, *turn), dtype)
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 64, 64), (9, 3, 32, 24), (16, 8, 128, 128)], ids=str)
+def test_queries_turn_and_keys_are_written_as_by_two_kernels(device, dtype, heads):
+    """To the bit; a row that has no page writes nothing. Queries, keys and values lie in one tensor."""
+    num_heads, num_kv_heads, dim, turning = heads
+    random = Random(device)
+    qkv = random(6, num_heads + 2 * num_kv_heads, dim, dtype=dtype)
+    qk, v = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
+    table = rope.rotary_table(rope.inverse_frequencies(turning, 1e4).to(device), 64)
+    turn = rope.rotations(table, torch.tensor([3, 0, 9, 60, 5, 5], device=device), dtype)
+    slots = torch.tensor([3, 9, 10, -1, 0, 27], dtype=torch.int32, device=device)
+    cache = random(2, num_kv_heads, 7, 4, dim, dtype=dtype)
+    right = cache.clone()
+    turned = rows.rotate(qk, *turn)
+    pages.write_kv(turned[:, num_heads:], v, right, slots)
+    assert torch.equal(pages.turn_and_write(qk, v, *turn, cache, slots), turned[:, :num_heads])
+    assert torch.equal(cache, right)
+    witness("feat-fused-rope", head_dim=dim, changed=int((cache == right).sum()))
 
 
 def test_nothing_is_done_to_no_rows(device):

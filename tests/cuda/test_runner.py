@@ -24,7 +24,14 @@ GRAPHS = ShapeRules(8, 120, 128, 4, "hybrid", 64, 2)
 class CudaDriver(Driver):
     """Plans for `CudaRunner` over the same weights."""
 
-    def __init__(self, device: torch.device, *, rules: ShapeRules | None = None, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        rules: ShapeRules | None = None,
+        backend: str = "auto",
+        batch_invariant: bool = False,
+    ) -> None:
         super().__init__(tiny_model())
         self.runner.release()
         generator = torch.Generator().manual_seed(0)
@@ -35,7 +42,7 @@ class CudaDriver(Driver):
             w = torch.ones(shape) if "norm" in name else torch.randn(shape, generator=generator) * scale
             weights[name] = w.to(device)
         self.device = CudaRunner(
-            LlamaModel(CONFIG, Weights(weights), triton_kernels()),
+            LlamaModel(CONFIG, Weights(weights), triton_kernels(batch_invariant=batch_invariant)),
             num_pages=8 * self.pages_per_slot,
             page_size=4,
             max_num_seqs=8,
@@ -44,6 +51,7 @@ class CudaDriver(Driver):
             device=device,
             dtype=torch.float32,
             attention_backend=backend,
+            batch_invariant=batch_invariant,
             rules=rules,
         )
 
@@ -81,7 +89,12 @@ def check_equal(found: StepOutput, right: StepOutput) -> None:
             assert all(abs(x - y) <= 1e-4 for (_, x), (_, y) in zip(top, best))
 
 
-FORMS: dict[str, dict[str, Any]] = {"eager": {}, "graphs": {"rules": GRAPHS}, "reference": {"backend": "reference"}}
+FORMS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "graphs": {"rules": GRAPHS},
+    "invariant": {"rules": GRAPHS, "batch_invariant": True},
+    "reference": {"backend": "reference"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +104,8 @@ def right():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_life_as_on_a_cpu(device, right, form):
-    if not ON_GPU and form == "eager":
-        pytest.skip("the interpreter runs the padded shapes eagerly")
+    if not ON_GPU and form in ("eager", "invariant"):
+        pytest.skip("the interpreter runs the padded shapes eagerly, and test_linear's products")
     driver = CudaDriver(device, **FORMS[form])
     for found, expected in zip(life(driver), right, strict=True):
         check_equal(found, expected)

@@ -27,7 +27,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from torch import Tensor
 
 from perdure.engine.gguf_tokenizer import GGUFTokenizer
-from perdure.models.base import Model, Part
+from perdure.models.base import Model, Part, Turn
 from perdure.models.config import config_from_directory, config_from_gguf
 from perdure.models.gemma3 import Gemma3Config
 from perdure.models.gguf_file import GGUFFile
@@ -46,7 +46,8 @@ class DenseAttend:
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, qk: Tensor, v: Tensor, turn: Turn) -> Tensor:
+        q, k = turn(qk).split((qk.shape[1] - v.shape[1], v.shape[1]), 1)
         keys = self._keys[layer] = torch.cat((self._keys.get(layer, k[:0]), k))  # [S, Hkv, D]
         values = self._values[layer] = torch.cat((self._values.get(layer, v[:0]), v))
         kind, num_rows, group = self._kinds[layer], len(q), q.shape[1] // k.shape[1]

@@ -70,8 +70,8 @@ def test_a_row_has_the_same_bits_in_other_company(tmp_path):
     model = load_model(make_tiny_llama(tmp_path)).model
     ids, positions = torch.tensor(_ids(40)), torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(1))
 
-    def attend(layer, q, k, v):
-        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    def attend(layer, qk, v, turn):
+        return v.repeat_interleave(qk.shape[1] // v.shape[1] - 1, dim=1)
 
     with torch.inference_mode():
         whole = model.logits(model.forward(ids, positions, attend))

@@ -22,7 +22,8 @@ def _wander(loaded) -> tuple[torch.Tensor, torch.Tensor]:
     ids, leads = [], []
     for position in range(LENGTH):
 
-        def attend(layer, q, k, v, position=position):
+        def attend(layer, qk, v, turn, position=position):
+            q, k = turn(qk).split((shape.num_heads, shape.num_kv_heads), 1)
             keys[layer, position], values[layer, position] = k, v
             kind = shape.attention[layer]
             seen = slice(max(0, position + 1 - (kind.window or LENGTH)), position + 1)

@@ -40,7 +40,9 @@ def test_narrow_types_are_computed_when_asked_for(tmp_path, dtype):
     directory = make_tiny_llama(tmp_path, num_layers=1)
     loaded = load_model(directory, dtype=dtype)
     assert loaded.dtype == getattr(torch, dtype)
-    hidden = loaded.model.forward(torch.tensor(IDS), torch.arange(len(IDS)), lambda layer, q, k, v: q)
+    hidden = loaded.model.forward(
+        torch.tensor(IDS), torch.arange(len(IDS)), lambda layer, qk, v, turn: turn(qk)[:, : -v.shape[1]]
+    )
     assert hidden.dtype == loaded.dtype
     assert loaded.model.logits(hidden).dtype == torch.float32
     error = (_logits(directory, dtype=dtype) - _logits(directory)).abs().mean()

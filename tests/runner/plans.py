@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, RowInit, ScoreColumns, StepOutput, StepPlan
-from perdure.models.base import Model, ModelConfig, Weights, joined_shape
+from perdure.models.base import Model, ModelConfig, Turn, Weights, joined_shape
 from perdure.models.llama import LlamaModel, parameters
 from perdure.ops.attention import LayerAttention
 from perdure.ops.kernels import choose_kernels
@@ -64,7 +64,8 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def dense_logits(model: Model, ids: list[int]) -> np.ndarray:
     """Logits [n, V] of a whole sequence, with ordinary causal attention."""
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, qk: torch.Tensor, v: torch.Tensor, turn: Turn) -> torch.Tensor:
+        q, k = turn(qk).split((qk.shape[1] - v.shape[1], v.shape[1]), 1)
         heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
         mixed = functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
         return mixed[0].transpose(0, 1)

@@ -64,9 +64,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     with this engine's index, `replica`, too, so that replicas draw differently; "shared" = without it.
     device: "auto" = cuda where there is one. max_num_batched_tokens: most positions computed in one step; None = 512 on
     a CPU, 8192 on CUDA. steps_in_flight: 1 = plan only after the step before is known, 2 = overlapped, up to 4.
-    batch_invariant: bitwise results whatever the schedule; None = on a CPU, and not on CUDA, which has no such forms
-    yet. on_mismatch: whether a
-    checkpoint whose bits come from another kind of engine goes on, with `exact=False` in its result, or is refused.
+    batch_invariant: bitwise results whatever the schedule; None = on a CPU, and not on CUDA, where it costs time.
+    on_mismatch: whether a checkpoint whose bits come from another kind of engine goes on, with `exact=False` in its
+    result, or is refused.
     data_parallel_size: how many engines, each in a process of its own, behind one coordinator; what follows is for
     that one. routing_policy: by turns, by load, or by who was sent the beginning of the prompt, wholly or its
     first page. routing_alpha: what load counts against a prefix (0: nothing). affinity_ttl: seconds after which a
@@ -165,9 +165,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 continue
             if getattr(self, name) not in allowed:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} is none of {', '.join(allowed)}")
-        for name in ("attention_backend", "linear_backend"):
-            if self.batch_invariant is not False and self.device != "cuda" and getattr(self, name) == "plain":
-                raise InvalidValue(f"{name}='plain' is not batch invariant: it needs batch_invariant=False")
+        on_cuda = self.device == "cuda"
+        if self.batch_invariant or (self.batch_invariant is None and not on_cuda):
+            for name in ("attention_backend", "linear_backend"):
+                if (form := getattr(self, name)) == "plain" or (on_cuda and form in ("reference", "flashinfer")):
+                    where = " on device='cuda'" if on_cuda else ""
+                    raise InvalidValue(f"{name}={form!r} is not batch invariant{where}: it needs batch_invariant=False")
         for name, least, most in _SECONDS_AND_WEIGHTS:
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int | float) or not least <= number <= most:
@@ -186,8 +189,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_cuda(self) -> None:
         """What is asked must be what there is on that device."""
-        if self.batch_invariant:
-            raise InvalidValue("batch_invariant=True is not there on device='cuda' yet: leave it out or say False")
+        if self.attention_backend == "flashinfer" and self.kv_cache_dtype == "fp8":
+            raise InvalidValue("kv_cache_dtype='fp8' does not go with attention_backend='flashinfer': it needs triton")
         for name, fitting in _ON_CUDA:
             if getattr(self, name) not in fitting:
                 raise InvalidValue(
@@ -271,8 +274,8 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("on_mismatch", ("continue", "refuse")),
     ("logprobs_mode", ("raw", "processed")),
     ("seed_policy", ("shared", "per_replica")),
-    ("attention_backend", ("auto", "native", "tiled", "plain", "triton", "reference")),
-    ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),
+    ("attention_backend", ("auto", "native", "tiled", "plain", "triton", "flashinfer", "reference")),
+    ("linear_backend", ("auto", "native", "packed", "invariant", "triton", "plain", "reference")),
     ("sampling_backend", ("auto", "torch", "flashinfer")),
     ("kv_cache_dtype", ("auto", "fp8")),
     ("kv_memory", ("device", "managed")),
@@ -282,8 +285,8 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cuda_graph_sizing", ("exponential", "linear", "hybrid")),
 )
 _ON_CUDA: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    ("attention_backend", ("auto", "triton", "reference")),
-    ("linear_backend", ("auto", "plain", "reference")),
+    ("attention_backend", ("auto", "triton", "flashinfer", "reference")),
+    ("linear_backend", ("auto", "triton", "plain", "reference")),
     ("quantization", (None, "fp8")),
 )
 _QUANTIZED: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -17,6 +17,9 @@ from perdure.runner.shapes import ShapeRules
 if TYPE_CHECKING:
     from perdure.runner.cuda.runner import CudaRunner
 
+EAGER = ("reference", "flashinfer")
+"""Forms of attention that no graph holds."""
+
 FOR_GRAPHS = 1 << 30
 """Left free for what graphs, libraries and the allocator take beside a measured step."""
 
@@ -70,7 +73,7 @@ def _runner(
 
     assert config.max_num_batched_tokens is not None
     rules = None
-    if captures and config.num_cuda_graphs != 0 and config.attention_backend != "reference":
+    if captures and config.num_cuda_graphs != 0 and config.attention_backend not in EAGER:
         rules = ShapeRules.of(config, max_model_len)
     try:
         return CudaRunner(
@@ -84,6 +87,7 @@ def _runner(
             dtype=loaded.dtype,
             kv_dtype=page_dtype(config.kv_cache_dtype, loaded.dtype),
             attention_backend=config.attention_backend,
+            batch_invariant=bool(config.batch_invariant),
             sampling_backend=config.sampling_backend,
             has_managed_pages=config.kv_memory == "managed",
             rules=rules,

@@ -116,6 +116,7 @@ def resolve(config: EngineConfig) -> Resolved:
         load_format=config.load_format,
         seed=config.seed,
         linear=config.linear_backend,
+        batch_invariant=bool(config.batch_invariant),
         quantization=config.quantization,
         device=config.device,
     )

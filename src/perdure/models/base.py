@@ -83,15 +83,28 @@ class Weights(dict[str, Weight]):
         return tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How a step's rows turn with their positions: cos and signed sin (`ops.rope.rotations`), what turns by them."""
+
+    cos: Tensor
+    sin: Tensor
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Heads [N, J, D], turned."""
+        return self.rotate(x, self.cos, self.sin)
+
+
 class Attend(Protocol):
     """Attention of one layer, given by whoever owns the KV memory.
 
-    Stores k and v [N, Hkv, D] of these rows, then returns for each row its causal attention [N, Hq, D] over what is
-    stored for its request up to its own position, as `config.attention[layer]` says (window, scale, soft cap). q and k
-    come rotated. The inputs may be strided views.
+    Turns queries and keys qk [N, Hq + Hkv, D], stores the keys and v [N, Hkv, D] of these rows, then returns for each
+    row its causal attention [N, Hq, D] over what is stored for its request up to its own position, as
+    `config.attention[layer]` says (window, scale, soft cap). The inputs may be strided views.
     """
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, qk: Tensor, v: Tensor, turn: Turn) -> Tensor: ...
 
 
 class Model(Protocol):

@@ -16,12 +16,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from perdure.models.base import PARTIAL, Attend, Family, ModelConfig, Part, Parts, Weights
+from perdure.models.base import PARTIAL, Attend, Family, ModelConfig, Part, Parts, Turn, Weights
 from perdure.models.fields import Fields, layer_types
 from perdure.models.layers import (
     GatedMLP,
     RotaryAttention,
-    Turn,
     as_tensor,
     embedding_and_head,
     norm_once,
@@ -87,10 +86,11 @@ class Gemma3Model:
         of_local = inverse_frequencies(config.rotary_dim, config.local_theta)
         of_global = inverse_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
         self._rotary = [rotary_table(inverse.to(device), length) for inverse in (of_global, of_local)]
+        self._rotate = kernels.rotate
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x = self._embedding(token_ids) * self._embedding_scale
-        turns = [rotations(table, positions, x.dtype) for table in self._rotary]
+        turns = [Turn(*rotations(table, positions, x.dtype), self._rotate) for table in self._rotary]
         for layer, is_local in zip(self._layers, self._is_local, strict=True):
             x = layer(x, turns[is_local], attend)
         return self._norm(x)

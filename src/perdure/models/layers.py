@@ -14,15 +14,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from perdure.models.base import Attend, ModelConfig, Weights
+from perdure.models.base import Attend, ModelConfig, Turn, Weights
 from perdure.ops.kernels import Kernels, Weight
 from perdure.ops.linear import PackedProduct, Product
 
 RowFunction = Callable[[Tensor], Tensor]
 """A function of rows, each row by itself."""
-
-Turn = tuple[Tensor, Tensor]
-"""A step's cos and signed sin (`ops.rope.rotations`)."""
 
 Layer = Callable[[Tensor, Turn, Attend], Tensor]
 """One layer of a decoder: x [N, H] in, x [N, H] out."""
@@ -89,7 +86,7 @@ def embedding_and_head(config: ModelConfig, weights: Weights, kernels: Kernels) 
 
 
 class RotaryAttention:
-    """Grouped-query attention with rotary positions; the attention over the past itself is `attend`.
+    """Grouped-query attention with rotary positions; turning and attending over the past is `attend`'s.
 
     normalise: what is done to queries and keys [N, Hq + Hkv, D] before they turn; None = nothing.
     """
@@ -108,7 +105,6 @@ class RotaryAttention:
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
         self._normalise = normalise
-        self._rotate = kernels.rotate
         self._qkv = linear(weights, f"{name}.qkv", kernels)
         self._output = linear(weights, f"{name}.o", kernels)
 
@@ -118,9 +114,7 @@ class RotaryAttention:
         qk, v = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
         if self._normalise is not None:
             qk = self._normalise(qk)
-        turned = self._rotate(qk, *turn)
-        q, k = turned[:, :num_heads], turned[:, num_heads:]
-        mixed = attend(self._layer, q, k, v)  # [N, Hq, D]
+        mixed = attend(self._layer, qk, v, turn)  # [N, Hq, D]
         return self._output(mixed.reshape(num_rows, num_heads * self._head_dim))
 
 

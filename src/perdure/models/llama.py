@@ -16,13 +16,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from perdure.models.base import Attend, Family, ModelConfig, Parts, Weights
+from perdure.models.base import Attend, Family, ModelConfig, Parts, Turn, Weights
 from perdure.models.layers import (
     GatedMLP,
     Layer,
     RotaryAttention,
     RowFunction,
-    Turn,
     add_norm,
     as_tensor,
     embedding_and_head,
@@ -72,10 +71,11 @@ class LlamaModel:
         inverse = inverse_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
         device = as_tensor(weights["norm.weight"]).device
         self._rotary = rotary_table(inverse.to(device), config.max_position_embeddings)
+        self._rotate = kernels.rotate
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x = self._embedding(token_ids)
-        turn = rotations(self._rotary, positions, x.dtype)
+        turn = Turn(*rotations(self._rotary, positions, x.dtype), self._rotate)
         for layer in self._layers:
             x = layer(x, turn, attend)
         return self._norm(x)

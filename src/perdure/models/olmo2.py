@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from perdure.models.base import Attend, Family, ModelConfig, Part, Parts, Weights
-from perdure.models.layers import GatedMLP, RotaryAttention, Turn, norm_once
+from perdure.models.base import Attend, Family, ModelConfig, Part, Parts, Turn, Weights
+from perdure.models.layers import GatedMLP, RotaryAttention, norm_once
 from perdure.models.llama import LlamaModel
 from perdure.models.tables import attention_parts, biased_linears, decoder_table, mlp_parts, norm_part
 from perdure.ops.kernels import Kernels

@@ -72,12 +72,13 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     linear: str = "auto",
+    batch_invariant: bool = False,
     quantization: str | None = None,
     device: str | torch.device = "cpu",
 ) -> LoadedModel:
     """Build the model at `path`, a Hugging Face directory or a GGUF file.
 
-    linear: the form of products, a name `ops.kernels.choose_kernels` knows.
+    linear, batch_invariant: the form of products, as `ops.kernels.choose_kernels` takes them.
     quantization: "gguf" keeps the blocks of a GGUF file as they are; "fp8" as the module says; None = "fp8" where the
     checkpoint is stored so, else none.
     load_format "dummy" reads the model's shape only and draws its weights from `seed`.
@@ -94,7 +95,7 @@ def load_model(
     family = find_family(config.architecture, str(path))
     parameters = family.parameters(config)
     try:
-        kernels = choose_kernels(linear, device, chosen)
+        kernels = choose_kernels(linear, device, chosen, batch_invariant=batch_invariant)
     except ValueError as error:
         raise InvalidValue(str(error)) from None
     native = library() if kernels.name == "native" else None
@@ -102,6 +103,8 @@ def load_model(
         quantization = "fp8"
     if quantization is not None:
         _check_quantization(quantization, path, gguf is not None and load_format != "dummy", native, device)
+    if quantization == "fp8" and batch_invariant and device.type == "cuda":
+        raise InvalidValue("batch_invariant=True does not go with quantization='fp8' on CUDA: say False")
     keep = quantization == "gguf"
     store: Store | None = None
     if load_format != "dummy":

@@ -3,7 +3,8 @@
 - `torch_kernels` joins torch's with one of the forms of products in `linear`; `native_kernels` is all in C
   (`ops.native`), the default on a CPU that has a compiler. Of the default, products whose weight comes as a tensor are
   oneDNN's: that is how a shape it serves better (`choice`) gets it.
-- On CUDA all but the products is Triton's (`ops.triton`), and a row's bits depend on its company.
+- On CUDA all but the products is Triton's (`ops.triton`). So are products that give a row the same bits in any company;
+  else they are cuBLAS's.
 
 Shapes: as in `linear`, `norm`, `activation` and `rope`.
 """
@@ -20,7 +21,7 @@ from torch.nn import functional
 
 from perdure.ops import activation, float8, norm, rope
 from perdure.ops.float8 import Float8Weight
-from perdure.ops.linear import LINEAR_FORMS, Product, can_pack, row_tile
+from perdure.ops.linear import LINEAR_FORMS, LinearForm, Product, can_pack, row_tile
 from perdure.ops.native import Library, library, why_not
 from perdure.ops.native.rows import RowKernels
 from perdure.ops.native.weights import JoinedWeight, packed_floats
@@ -61,9 +62,9 @@ def _added(rms_norm: Callable[[Tensor, Tensor, float], Tensor]) -> Callable[...,
     return add_norm
 
 
-def torch_kernels(form: str) -> Kernels:
-    """Torch's functions, with the products of this form (`LINEAR_FORMS`)."""
-    multiply = LINEAR_FORMS[form]
+def torch_kernels(form: str, multiply: LinearForm | None = None) -> Kernels:
+    """Torch's functions, with the products of this form (`LINEAR_FORMS`), or those that are given."""
+    multiply = multiply or LINEAR_FORMS[form]
 
     def linear(w: Weight, b: Tensor | None) -> Product:
         if isinstance(w, Float8Weight):
@@ -123,14 +124,15 @@ def native_kernels(library: Library, *, packs_all: bool = True) -> Kernels:
     )
 
 
-def triton_kernels() -> Kernels:
-    """The libraries' products, and the rest in Triton."""
+def triton_kernels(*, batch_invariant: bool) -> Kernels:
+    """All in Triton but, where a row's bits may depend on its company, the products, which are the libraries' then."""
     import triton
 
     from perdure.ops.triton import float8 as float8_on_gpu
+    from perdure.ops.triton import linear as products
     from perdure.ops.triton import rows
 
-    plain = torch_kernels("plain")
+    plain = torch_kernels("triton", products.invariant) if batch_invariant else torch_kernels("plain")
 
     def linear(w: Weight, b: Tensor | None) -> Product:
         return float8_on_gpu.product(w, b) if isinstance(w, Float8Weight) else plain.linear(w, b)
@@ -148,19 +150,25 @@ def triton_kernels() -> Kernels:
     )
 
 
-def choose_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The kernels whose products are called `name`: "native", one of `LINEAR_FORMS`, or "auto": on a CPU the fastest
-    that give a row the same bits in any company, on CUDA `triton_kernels`. ValueError: an unknown name, or one whose
-    form is not for this device."""
-    names = ("native", *LINEAR_FORMS)
+def choose_kernels(name: str, device: torch.device, dtype: torch.dtype, *, batch_invariant: bool = False) -> Kernels:
+    """The kernels whose products are called `name`: "native", "triton", one of `LINEAR_FORMS`, or "auto", the fastest:
+    on a CPU of those that give a row the same bits in any company, on CUDA only if that was asked. ValueError: an
+    unknown name, or one whose form is not for this device or does not keep what was asked."""
+    names = ("native", "triton", *LINEAR_FORMS)
     if name not in ("auto", *names):
         raise ValueError(f"linear={name!r} is none of auto, {', '.join(names)}")
     if device.type == "cuda":
-        if name in ("auto", "plain"):
-            return triton_kernels()
+        if name == "auto":
+            name = "triton" if batch_invariant else "plain"
+        if name in ("triton", "plain"):
+            if batch_invariant and name == "plain":
+                raise ValueError("linear='plain' is not batch invariant; use 'auto' or batch_invariant=False")
+            return triton_kernels(batch_invariant=name == "triton")
         if name != "reference":
-            raise ValueError(f"linear={name!r} is for a CPU; on CUDA there are auto, plain, reference")
+            raise ValueError(f"linear={name!r} is for a CPU; on CUDA there are auto, triton, plain, reference")
         return torch_kernels(name)
+    if name == "triton":
+        raise ValueError(f"linear='triton' is for CUDA, not {device}")
     fits = device.type == "cpu" and dtype == torch.float32
     found = library() if fits and name in ("auto", "native") else None
     if found is not None:

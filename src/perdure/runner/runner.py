@@ -16,7 +16,7 @@ import torch
 
 from perdure.api.directive import Clear, Directive
 from perdure.api.plan import DeviceRow, ScoreColumns, StepOutput, StepPlan
-from perdure.models.base import Model
+from perdure.models.base import Model, Turn
 from perdure.models.store import Store
 from perdure.models.weight_set import WeightSet
 from perdure.ops.attention import CacheShape, make_attention
@@ -163,8 +163,9 @@ class Runner:
         planned = {kind: form.plan(attention) for kind, form in self._forms.items()}
         kv_write = plan_kv_write(self._shape, step.kv_slots, self._kv.dtype)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            cache = self._kv.layers[layer]
+        def attend(layer: int, qk: torch.Tensor, v: torch.Tensor, turn: Turn) -> torch.Tensor:
+            cache, turned, num_heads = self._kv.layers[layer], turn(qk), self._shape.num_heads
+            q, k = turned[:, :num_heads], turned[:, num_heads:]
             kv_write.run(k.float(), v.float(), cache)  # whatever the model computes in
             return planned[self._kinds[layer]].run(q.float(), cache).to(q.dtype)
 

@@ -2,7 +2,8 @@
 
 - `PagedRows` says which packed queries are rows of one query and which are blocks of prompts; padding is in it, not
   around it.
-- Two forms: "triton", and "reference", the slow oracle of all forms, which looks at the rows on the host.
+- Three forms: "triton"; "reference", the slow oracle of all forms, which looks at the rows on the host; and
+  "flashinfer", which plans on the host after all, so that no graph holds it.
 
 Shapes: as in `base`; n rows of one query, b blocks, S slots.
 """
@@ -10,16 +11,18 @@ Shapes: as in `base`; n rows of one query, b blocks, S slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from perdure.ops.attention import flashinfer
 from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
 from perdure.ops.attention.reference import PlannedReference
 
-PAGED_FORMS = ("triton", "reference")
+PAGED_FORMS = ("triton", "flashinfer", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,15 @@ class PagedRows:
 
 
 class PagedAttention(Protocol):
-    """block_size: queries of a prompt that make one block, at most."""
+    """kernel: the form with what its bits depend on. block_size: queries of a prompt that make one block, at most.
+    is_planned: `plan` comes before a step's runs."""
 
     name: str
+    kernel: str
     block_size: int
+    is_planned: bool
+
+    def plan(self, rows: AttentionRows) -> None: ...
 
     def run(self, q: Tensor, cache: Tensor, rows: PagedRows) -> Tensor:
         """Attend q [N, Hq, D] over a layer's cache, which holds this step's keys. [N, Hq, D]; what belongs to no row is
@@ -51,37 +59,42 @@ class TritonPaged:
     """See `ops.triton.attention`."""
 
     name = "triton"
+    is_planned = False
 
-    def __init__(self, shape: CacheShape, layer: LayerAttention) -> None:
+    def __init__(self, shape: CacheShape, layer: LayerAttention, *, batch_invariant: bool) -> None:
         from perdure.ops.triton import attention
 
-        self._layer = layer
-        self._decode, self._prompts = attention.attend_decode, attention.attend_prompts
-        self.block_size = attention.prompt_block(shape.head_dim)
+        self._decode, self._prompts = (
+            partial(form, scale=layer.scale, window=layer.window, softcap=layer.softcap, invariant=batch_invariant)
+            for form in (attention.attend_decode, attention.attend_prompts)
+        )
+        self.block_size = attention.prompt_block(shape.head_dim, invariant=batch_invariant)
+        self.kernel = f"triton by {attention.SPLIT}" if batch_invariant else "triton"
+
+    def plan(self, rows: AttentionRows) -> None:
+        raise AssertionError("nothing is planned on the host")
 
     def run(self, q: Tensor, cache: Tensor, rows: PagedRows) -> Tensor:
         assert q.stride(1) == q.shape[2] and q.stride(2) == 1, "heads of a query lie side by side"
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        kind = self._layer
-        self._decode(
-            q, cache, rows.table, rows.index, rows.slots, rows.positions, out,
-            scale=kind.scale, window=kind.window, softcap=kind.softcap,
-        )  # fmt: skip
-        self._prompts(
-            q, cache, rows.table, rows.blocks, out, scale=kind.scale, window=kind.window, softcap=kind.softcap
-        )
+        self._decode(q, cache, rows.table, rows.index, rows.slots, rows.positions, out)
+        self._prompts(q, cache, rows.table, rows.blocks, out)
         return out
 
 
 class ReferencePaged:
     """`reference.ReferenceAttention` on any device."""
 
-    name = "reference"
+    name = kernel = "reference"
     block_size = 128
+    is_planned = False
 
     def __init__(self, shape: CacheShape, layer: LayerAttention) -> None:
         self._shape = shape
         self._layer = layer
+
+    def plan(self, rows: AttentionRows) -> None:
+        raise AssertionError("rows are looked at when they are run")
 
     def run(self, q: Tensor, cache: Tensor, rows: PagedRows) -> Tensor:
         ones = torch.stack((rows.slots, rows.index, rows.positions, torch.ones_like(rows.index)), 1)
@@ -96,10 +109,29 @@ class ReferencePaged:
         return out
 
 
-def make_paged(name: str, shape: CacheShape, layer: LayerAttention) -> PagedAttention:
-    """The form called `name`; "auto" is Triton's. ValueError: a name that is none."""
+def make_paged(
+    name: str,
+    shape: CacheShape,
+    layer: LayerAttention,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    batch_invariant: bool = False,
+) -> PagedAttention:
+    """The form called `name` for models that compute in dtype; "auto" is Triton's, the fastest as measured. ValueError:
+    a name that is none, or a form that does not serve here or does not keep what was asked."""
     if name == "auto":
         name = "triton"
     if name not in PAGED_FORMS:
         raise ValueError(f"attention_backend={name!r} is not for CUDA; there are auto, {', '.join(PAGED_FORMS)}")
-    return TritonPaged(shape, layer) if name == "triton" else ReferencePaged(shape, layer)
+    if batch_invariant and name != "triton":
+        raise ValueError(
+            f"attention_backend={name!r} is not batch invariant on CUDA; use 'auto' or batch_invariant=False"
+        )
+    if name == "flashinfer":
+        if reason := flashinfer.why_not(shape, dtype):
+            raise ValueError(f"attention_backend='flashinfer' does not serve here: {reason}")
+        return flashinfer.FlashInferPaged(shape, layer, dtype, device)
+    if name == "reference":
+        return ReferencePaged(shape, layer)
+    return TritonPaged(shape, layer, batch_invariant=batch_invariant)

@@ -1,12 +1,18 @@
-"""Causal attention over pages that are read where they lie: rows of one query in splits of keys, prompts in blocks.
+"""Causal attention over pages that are read where they lie: rows of one query by heads, prompts in blocks.
 
-- A row of one query: a program is one key head with its group of query heads, and one split of the row's keys; where
-  there are several splits, their results are joined in order by a second kernel. How many there are is a matter of the
-  number of rows alone, so a graph captured for so many rows serves any lengths.
-- A prompt: a program is a block of its queries and one query head.
-- What is masked is not loaded, so nothing that was never written can reach a sum.
-- Scores and sums are fp32, weights are rounded to the type of the queries before the product. Pages of 8 bits are read
-  as that type, and with queries of bfloat16 as float16, which has all their numbers and is one instruction away.
+`_attend` goes over a range of keys in blocks of BLOCK at absolute positions, for a tile of queries. What comes of
+ranges is joined in order, in registers or by a second kernel. There are two ways to cut keys into ranges:
+
+- The fastest: a block of a prompt has one range, a row of one query as many as fill the chip.
+- The invariant, where a query's bits depend on its keys and its position and on nothing else: ranges are SPLIT keys at
+  absolute positions, also for prompts. Tiles have whole groups of 64 rows (`wgmma` on Hopper), also where one query's
+  few heads fill a part of them: so each row's sums are in one order. Nothing is left for the compiler to contract.
+
+How many programs share a row of one query is a matter of the number of rows alone, so a graph captured for so many
+rows serves any lengths. What is masked is not loaded, so nothing that was never written can reach a sum. Scores and
+sums are fp32, weights are rounded to the type of the queries before the product. Pages of 8 bits are read as that type,
+and with queries of bfloat16 as float16, which has all their numbers and is one instruction away. Where a block of a
+prompt's keys lies in one page, the copy engine fetches it.
 
 Shapes: N packed queries, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, P pages. A layer's cache is
 [2, Hkv, P, page_size, D]; a block table [S, W] has the pages of each slot.
@@ -18,16 +24,123 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-KEYS = 64  # of one block
-PROGRAMS = 1024  # that rows of one query are split into, at least, as far as splits go
-MOST_SPLITS = 32
+BLOCK = 64  # keys gone over at once
+SPLIT = 1024  # keys of a range at absolute positions
+LEAST_ROWS = 64  # of an invariant tile
+PROGRAMS = 512  # that rows of one query are shared out among, at least, as far as ranges go
+MOST_RANGES = 32  # of a row, where its length decides what a range is
 
 
 @triton.jit
-def _capped(scores, CAP: tl.constexpr):
-    """CAP * tanh(scores / CAP)"""
-    return CAP * (1.0 - 2.0 / (tl.exp(2.0 / CAP * scores) + 1.0))
+def _factors(value, base, factor):
+    """2 ** ((value - base) * factor); 0 where there is no value yet, whatever the base."""
+    return tl.exp2((value - tl.where(base == float("-inf"), 0.0, base)) * factor)
+
+
+@triton.jit
+def _absorbed(scores, v, most, total, mixed, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
+    """One block of keys added to a state."""
+    new = tl.maximum(most, tl.max(scores, 1))
+    shift = -tl.where(new == float("-inf"), 0.0, new) * factor
+    factors = tl.full((ROWS, BLOCK), factor, tl.float32)
+    weights = tl.exp2(tl.fma(scores, factors, tl.broadcast_to(shift[:, None], (ROWS, BLOCK))))
+    faded = _factors(most, new, factor)
+    total = tl.fma(total, faded, tl.sum(weights, 1))
+    mixed = tl.dot(weights.to(v.dtype), v, mixed * faded[:, None], input_precision=PRECISION)
+    return new, total, mixed
+
+
+@triton.jit
+def _capped(scores, scale, CAP: tl.constexpr):
+    """The products as they are, or CAP * tanh(products * scale / CAP)."""
+    if CAP > 0:
+        return CAP - 2.0 * CAP / (tl.exp(2.0 / CAP * (scores * scale)) + 1.0)
+    return scores
+
+
+@triton.jit
+def _attend(
+    query, position, first, begin, end, k_plane, v_plane, pages, bulk, k_row, v_row, scale, factor,
+    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, BULK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What queries [ROWS, DP] at these positions, of which `first` is the lowest, see of the keys begin .. end - 1;
+    begin is a multiple of BLOCK. Returns a state: the largest product of each, the sum of weights relative to it, the
+    sum of weighted values."""
+    dims, block = tl.arange(0, DP), tl.arange(0, BLOCK)
+    of_head = dims < D
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, DP), tl.float32)
+    whole = begin
+    if WINDOW == 0:  # blocks that every query sees all of need no mask
+        whole = tl.maximum(begin, tl.minimum(first + 1, end) // BLOCK * BLOCK)
+        for low in tl.range(begin, whole, BLOCK, num_stages=STAGES):
+            if BULK:
+                row = tl.load(pages + low // PAGE) * PAGE + low % PAGE
+                k = bulk.load([k_row + row, 0])
+                v = bulk.load([v_row + row, 0])
+            else:
+                keys = low + block
+                page = tl.load(pages + keys // PAGE).to(tl.int64)
+                at = ((page * PAGE + keys % PAGE) * D)[:, None] + dims[None, :]
+                if D == DP:
+                    k = tl.load(k_plane + at)
+                    v = tl.load(v_plane + at)
+                else:
+                    k = tl.load(k_plane + at, mask=of_head[None, :], other=0.0)
+                    v = tl.load(v_plane + at, mask=of_head[None, :], other=0.0)
+            products = tl.dot(query, tl.trans(k.to(query.dtype)), input_precision=PRECISION)
+            scores = _capped(products, scale, CAP)
+            v = v.to(query.dtype)
+            most, total, mixed = _absorbed(scores, v, most, total, mixed, factor, ROWS, BLOCK, PRECISION)
+    for low in tl.range(whole, end, BLOCK, num_stages=STAGES):
+        keys = low + block
+        there = keys < end
+        page = tl.load(pages + keys // PAGE, mask=there, other=0).to(tl.int64)
+        at = ((page * PAGE + keys % PAGE) * D)[:, None] + dims[None, :]
+        loaded = there[:, None] & of_head[None, :]
+        k = tl.load(k_plane + at, mask=loaded, other=0.0)
+        v = tl.load(v_plane + at, mask=loaded, other=0.0)
+        scores = _capped(tl.dot(query, tl.trans(k.to(query.dtype)), input_precision=PRECISION), scale, CAP)
+        seen = there[None, :] & (keys[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (keys[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        most, total, mixed = _absorbed(scores, v.to(query.dtype), most, total, mixed, factor, ROWS, BLOCK, PRECISION)
+    return most, total, mixed
+
+
+@triton.jit
+def _join(most, total, mixed, its_most, its_total, its_mixed, factor):
+    """The states of two ranges of keys as one."""
+    new = tl.maximum(most, its_most)
+    faded, its_faded = _factors(most, new, factor), _factors(its_most, new, factor)
+    total = total * faded + its_total * its_faded
+    mixed = mixed * faded[:, None] + its_mixed * its_faded[:, None]
+    return new, total, mixed
+
+
+@triton.jit
+def _first_key(position, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the first block begins that a query there sees something of."""
+    if WINDOW > 0:
+        return tl.maximum(position - WINDOW + 1, 0) // BLOCK * BLOCK
+    return 0
+
+
+@triton.jit
+def _range(position, number, num_ranges, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+    """The keys of one of a row's ranges, perhaps none. SPLIT: at absolute positions; 0: of num_ranges equal ones."""
+    first = _first_key(position, WINDOW, BLOCK)
+    if SPLIT > 0:
+        begin, end = number * SPLIT, number * SPLIT + SPLIT
+    else:
+        each = tl.cdiv(tl.cdiv(position + 1 - first, num_ranges), BLOCK) * BLOCK
+        begin, end = first + number * each, first + number * each + each
+    return tl.maximum(begin, first), tl.minimum(end, position + 1)
 
 
 @triton.jit
@@ -41,105 +154,102 @@ def _beside(query, cache):
 @triton.jit
 def _decode_kernel(
     q, cache, table, index, slots, positions, partial, sums, out, stride_q, stride_plane, stride_head, table_width,
-    scale, num_splits, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINGLE: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    scale, factor, num_ranges, ROWS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINGLE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """partial [N, Hq, splits, D] and sums [N, Hq, splits, 2] (largest and sum, base 2) are fp32."""
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One row and key head with its group of query heads: every n-th range, of n programs. partial [n, Hq, ranges, D]
+    and sums [n, Hq, ranges, 2] are fp32. SINGLE: one program has all ranges, and its result goes to out."""
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
-    slot = tl.load(slots + row)
-    packed = tl.load(index + row).to(tl.int64)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(position - WINDOW + 1, 0) // BLOCK * BLOCK
-    each = tl.cdiv(tl.cdiv(position + 1 - begin, num_splits), BLOCK) * BLOCK
-    begin += split * each
-    end = tl.minimum(begin + each, position + 1)
-    if begin >= end:
+    if position < 0:
         return
-    group, dims, block = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, BLOCK)
-    of_group, of_head = group < G, dims < D
-    inside = of_group[:, None] & of_head[None, :]
-    query = tl.load(q + packed * stride_q + (head * G + group[:, None]) * D + dims[None, :], inside, other=0.0)
+    packed = tl.load(index + row).to(tl.int64)
+    group, dims = tl.arange(0, ROWS), tl.arange(0, DP)
+    of_group = group < G
+    inside = of_group[:, None] & (dims < D)[None, :]
+    query = tl.load(q + packed * stride_q + (head * G + group[:, None]) * D + dims[None, :], mask=inside, other=0.0)
     query = _beside(query, cache)
     k_plane = cache + head.to(tl.int64) * stride_head
     v_plane = k_plane + stride_plane
-    pages = table + slot.to(tl.int64) * table_width
-    most = tl.full((GP,), float("-inf"), tl.float32)
-    total = tl.zeros((GP,), tl.float32)
-    mixed = tl.zeros((GP, DP), tl.float32)
-    for first in tl.range(begin, end, BLOCK, num_stages=STAGES):
-        keys = first + block
-        seen = keys < end
-        if WINDOW > 0:
-            seen = seen & (keys > position - WINDOW)
-        page = tl.load(pages + keys // PAGE, mask=seen, other=0).to(tl.int64)
-        at = (page * PAGE + keys % PAGE) * D
-        there = seen[:, None] & of_head[None, :]
-        k = tl.load(k_plane + at[:, None] + dims[None, :], mask=there, other=0.0).to(query.dtype)
-        scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
-        if CAP > 0:
-            scores = _capped(scores, CAP)
-        scores = tl.where(seen[None, :], scores * 1.4426950408889634, float("-inf"))
-        new = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)  # a block that a window has left behind
-        weights = tl.exp2(scores - base[:, None])
-        faded = tl.exp2(most - base)
-        total = total * faded + tl.sum(weights, 1)
-        v = tl.load(v_plane + at[:, None] + dims[None, :], mask=there, other=0.0).to(query.dtype)
-        mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        most = new
+    pages = table + tl.load(slots + row).to(tl.int64) * table_width
+    every = tl.full((ROWS,), position, tl.int32)
     heads = tl.num_programs(1) * G
     if SINGLE:
+        if SPLIT == 0:
+            most, total, mixed = _attend(
+                query, every, position, _first_key(position, WINDOW, BLOCK), position + 1, k_plane, v_plane, pages,
+                cache, 0, 0, scale, factor, ROWS, D, DP, PAGE, BLOCK, WINDOW, CAP, False, STAGES, PRECISION,
+            )  # fmt: skip
+        else:
+            most = tl.full((ROWS,), float("-inf"), tl.float32)
+            total = tl.zeros((ROWS,), tl.float32)
+            mixed = tl.zeros((ROWS, DP), tl.float32)
+            for number in range(_first_key(position, WINDOW, BLOCK) // SPLIT, position // SPLIT + 1):
+                begin, end = _range(position, number, num_ranges, WINDOW, BLOCK, SPLIT)
+                its_most, its_total, its_mixed = _attend(
+                    query, every, position, begin, end, k_plane, v_plane, pages, cache, 0, 0, scale, factor,
+                    ROWS, D, DP, PAGE, BLOCK, WINDOW, CAP, False, STAGES, PRECISION,
+                )  # fmt: skip
+                most, total, mixed = _join(most, total, mixed, its_most, its_total, its_mixed, factor)
         at = out + (packed * heads + head * G + group[:, None]) * D + dims[None, :]
         tl.store(at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
-        cell = (row.to(tl.int64) * heads + head * G + group) * num_splits + split
-        tl.store(partial + cell[:, None] * D + dims[None, :], mixed, mask=inside)
-        tl.store(sums + cell * 2, most, mask=of_group)
-        tl.store(sums + cell * 2 + 1, total, mask=of_group)
+        for number in range(part, num_ranges, tl.num_programs(2)):
+            begin, end = _range(position, number, num_ranges, WINDOW, BLOCK, SPLIT)
+            if begin < end:
+                most, total, mixed = _attend(
+                    query, every, position, begin, end, k_plane, v_plane, pages, cache, 0, 0, scale, factor,
+                    ROWS, D, DP, PAGE, BLOCK, WINDOW, CAP, False, STAGES, PRECISION,
+                )  # fmt: skip
+                cell = (row.to(tl.int64) * heads + head * G + group) * num_ranges + number
+                tl.store(partial + cell[:, None] * D + dims[None, :], mixed, mask=inside)
+                tl.store(sums + cell * 2, most, mask=of_group)
+                tl.store(sums + cell * 2 + 1, total, mask=of_group)
 
 
 @triton.jit
 def _combine_kernel(
-    partial, sums, index, positions, out, num_splits, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
+    partial, sums, index, positions, out, factor, num_ranges, GP: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One row and query head: its splits, in their order."""
+    """One row and key head: its ranges, in their order."""
     row, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions + row)
     if position < 0:
         return
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(position - WINDOW + 1, 0) // BLOCK * BLOCK
-    length = position + 1 - begin
-    each = tl.cdiv(tl.cdiv(length, num_splits), BLOCK) * BLOCK
-    dims = tl.arange(0, DP)
-    cell = (row.to(tl.int64) * tl.num_programs(1) + head) * num_splits
-    most = float("-inf")
-    total = 0.0
-    mixed = tl.zeros((DP,), tl.float32)
-    for split in range(0, tl.cdiv(length, each)):
-        its_most = tl.load(sums + (cell + split) * 2)
-        its_total = tl.load(sums + (cell + split) * 2 + 1)
-        new = tl.maximum(most, its_most)
-        faded, weight = tl.exp2(most - new), tl.exp2(its_most - new)
-        mixed = mixed * faded + weight * tl.load(partial + (cell + split) * D + dims, mask=dims < D, other=0.0)
-        total = total * faded + weight * its_total
-        most = new
-    at = out + (tl.load(index + row).to(tl.int64) * tl.num_programs(1) + head) * D + dims
-    tl.store(at, (mixed / total).to(out.dtype.element_ty), mask=dims < D)
+    group, dims = tl.arange(0, GP), tl.arange(0, DP)
+    of_group = group < G
+    inside = of_group[:, None] & (dims < D)[None, :]
+    heads = tl.num_programs(1) * G
+    cells = (row.to(tl.int64) * heads + head * G + group) * num_ranges
+    most = tl.full((GP,), float("-inf"), tl.float32)
+    total = tl.zeros((GP,), tl.float32)
+    mixed = tl.zeros((GP, DP), tl.float32)
+    first, last = 0, num_ranges
+    if SPLIT > 0:
+        first, last = _first_key(position, WINDOW, BLOCK) // SPLIT, position // SPLIT + 1
+    for number in range(first, last):
+        begin, end = _range(position, number, num_ranges, WINDOW, BLOCK, SPLIT)
+        if begin < end:
+            cell = cells + number
+            its_most = tl.load(sums + cell * 2, mask=of_group, other=0.0)
+            its_total = tl.load(sums + cell * 2 + 1, mask=of_group, other=1.0)
+            its_mixed = tl.load(partial + cell[:, None] * D + dims[None, :], mask=inside, other=0.0)
+            most, total, mixed = _join(most, total, mixed, its_most, its_total, its_mixed, factor)
+    at = out + (tl.load(index + row).to(tl.int64) * heads + head * G + group[:, None]) * D + dims[None, :]
+    tl.store(at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _prompt_kernel(
-    q, cache, table, blocks, out, stride_q, stride_plane, stride_head, table_width, scale,
+    q, cache, bulk, table, blocks, out, stride_q, stride_plane, stride_head, table_width, scale, factor,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, BULK: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """blocks [n, 4]: slot, where its first query is packed, that query's position, number of queries (0 = padding)."""
+    """A block of a prompt's queries and one query head. blocks [n, 4]: slot, where its first query is packed, that
+    query's position, number of queries (0 = padding). BULK: `bulk` describes the cache as rows of D."""
     head, index = tl.program_id(0), tl.program_id(1)
     slot = tl.load(blocks + index * 4)
     packed = tl.load(blocks + index * 4 + 1).to(tl.int64)
@@ -147,82 +257,41 @@ def _prompt_kernel(
     count = tl.load(blocks + index * 4 + 3)
     if count == 0:
         return
-    lines, dims, block = tl.arange(0, QUERIES), tl.arange(0, DP), tl.arange(0, BLOCK)
-    of_head = dims < D
-    inside = (lines < count)[:, None] & of_head[None, :]
+    lines, dims = tl.arange(0, QUERIES), tl.arange(0, DP)
+    inside = (lines < count)[:, None] & (dims < D)[None, :]
     query = tl.load(q + (packed + lines[:, None]) * stride_q + head * D + dims[None, :], mask=inside, other=0.0)
     query = _beside(query, cache)
     position = start + lines
-    k_plane = cache + (head // G).to(tl.int64) * stride_head
+    plane = head // G
+    k_plane = cache + plane.to(tl.int64) * stride_head
     v_plane = k_plane + stride_plane
+    k_row = (plane * (stride_head // D)).to(tl.int32)
+    v_row = (plane * (stride_head // D) + stride_plane // D).to(tl.int32)
     pages = table + slot.to(tl.int64) * table_width
-    most = tl.full((QUERIES,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
-    mixed = tl.zeros((QUERIES, DP), tl.float32)
-    factor = scale * 1.4426950408889634
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(start - WINDOW + 1, 0) // BLOCK * BLOCK
-    whole = begin
-    if WINDOW == 0:
-        whole = (start + 1) // BLOCK * BLOCK  # blocks that every query sees all of need no mask
-        for first in tl.range(begin, whole, BLOCK, num_stages=STAGES):
-            keys = first + block
-            page = tl.load(pages + keys // PAGE).to(tl.int64)
-            at = (page * PAGE + keys % PAGE) * D
-            if D == DP:
-                k = tl.load(k_plane + at[:, None] + dims[None, :]).to(query.dtype)
-            else:
-                k = tl.load(k_plane + at[:, None] + dims[None, :], mask=of_head[None, :], other=0.0).to(query.dtype)
-            scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
-            if CAP > 0:
-                scores = _capped(scores * scale, CAP) * 1.4426950408889634
-            else:
-                scores = scores * factor
-            new = tl.maximum(most, tl.max(scores, 1))
-            weights = tl.exp2(scores - new[:, None])
-            faded = tl.exp2(most - new)
-            total = total * faded + tl.sum(weights, 1)
-            if D == DP:
-                v = tl.load(v_plane + at[:, None] + dims[None, :]).to(query.dtype)
-            else:
-                v = tl.load(v_plane + at[:, None] + dims[None, :], mask=of_head[None, :], other=0.0).to(query.dtype)
-            mixed = mixed * faded[:, None]
-            mixed = tl.dot(weights.to(v.dtype), v, mixed, input_precision=PRECISION)
-            most = new
-    end = start + count
-    for first in tl.range(whole, end, BLOCK, num_stages=STAGES):
-        keys = first + block
-        there = keys < end
-        page = tl.load(pages + keys // PAGE, mask=there, other=0).to(tl.int64)
-        at = (page * PAGE + keys % PAGE) * D
-        loaded = there[:, None] & of_head[None, :]
-        k = tl.load(k_plane + at[:, None] + dims[None, :], mask=loaded, other=0.0).to(query.dtype)
-        scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
-        if CAP > 0:
-            scores = _capped(scores * scale, CAP) * 1.4426950408889634
-        else:
-            scores = scores * factor
-        seen = there[None, :] & (keys[None, :] <= position[:, None])
-        if WINDOW > 0:
-            seen = seen & (keys[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        new = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)  # a query that sees nothing here yet
-        weights = tl.exp2(scores - base[:, None])
-        faded = tl.exp2(most - base)
-        total = total * faded + tl.sum(weights, 1)
-        v = tl.load(v_plane + at[:, None] + dims[None, :], mask=loaded, other=0.0).to(query.dtype)
-        mixed = mixed * faded[:, None]
-        mixed = tl.dot(weights.to(v.dtype), v, mixed, input_precision=PRECISION)
-        most = new
+    begin, end = _first_key(start, WINDOW, BLOCK), start + count
+    if SPLIT == 0:
+        most, total, mixed = _attend(
+            query, position, start, begin, end, k_plane, v_plane, pages, bulk, k_row, v_row, scale, factor,
+            QUERIES, D, DP, PAGE, BLOCK, WINDOW, CAP, BULK, STAGES, PRECISION,
+        )  # fmt: skip
+    else:
+        most = tl.full((QUERIES,), float("-inf"), tl.float32)
+        total = tl.zeros((QUERIES,), tl.float32)
+        mixed = tl.zeros((QUERIES, DP), tl.float32)
+        for split in range(begin // SPLIT, (end - 1) // SPLIT + 1):
+            its_most, its_total, its_mixed = _attend(
+                query, position, start, tl.maximum(begin, split * SPLIT), tl.minimum(split * SPLIT + SPLIT, end),
+                k_plane, v_plane, pages, bulk, k_row, v_row, scale, factor,
+                QUERIES, D, DP, PAGE, BLOCK, WINDOW, CAP, BULK, STAGES, PRECISION,
+            )  # fmt: skip
+            most, total, mixed = _join(most, total, mixed, its_most, its_total, its_mixed, factor)
     at = out + ((packed + lines[:, None]) * HEADS + head) * D + dims[None, :]
     tl.store(at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-def num_splits(num_rows: int, num_kv_heads: int) -> int:
-    """Into how many parts the keys of a row of one query go."""
-    return max(1, min(MOST_SPLITS, PROGRAMS // max(1, num_rows * num_kv_heads)))
+def num_programs(num_rows: int, num_kv_heads: int, most: int) -> int:
+    """Among how many programs the keys of a row of one query and a key head are shared out."""
+    return max(1, min(most, PROGRAMS // (num_rows * num_kv_heads)))
 
 
 def _padded(dim: int) -> int:
@@ -230,19 +299,25 @@ def _padded(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-def _stages(q: Tensor) -> int:
+def _stages(q: Tensor, most: int) -> int:
     """Blocks of keys and values fetched ahead, as shared memory allows."""
-    return max(1, min(3, 768 // (q.shape[2] * q.element_size())))
+    return max(1, min(most, 768 // (q.shape[2] * q.element_size())))
 
 
-def prompt_block(head_dim: int) -> int:
-    """Queries of one block of a prompt."""
-    return 128 if head_dim <= 128 else 64
+def _factor(scale: float, softcap: float | None) -> float:
+    """What a product, scaled already where it is capped, is multiplied by to be an exponent of 2."""
+    assert scale > 0, scale
+    return 1.4426950408889634 * (scale if softcap is None else 1.0)
+
+
+def prompt_block(head_dim: int, *, invariant: bool) -> int:
+    """Queries of one block of a prompt. An invariant tile holds twice the sums of another."""
+    return 64 if invariant or head_dim > 128 else 128
 
 
 def attend_decode(
     q: Tensor, cache: Tensor, table: Tensor, index: Tensor, slots: Tensor, positions: Tensor, out: Tensor,
-    *, scale: float, window: int | None, softcap: float | None,
+    *, scale: float, window: int | None, softcap: float | None, invariant: bool,
 ) -> None:  # fmt: skip
     """Rows of one query: q and out are [N, Hq, D]; of them rows index [n] belong to slots [n] and stand at positions
     [n]. A position of -1 is padding: nothing is read or written for it."""
@@ -250,37 +325,46 @@ def attend_decode(
     if num_rows == 0:
         return
     num_kv_heads, page = cache.shape[1], cache.shape[3]
-    group = num_heads // num_kv_heads
-    splits = num_splits(num_rows, num_kv_heads)
+    group, padded, factor = num_heads // num_kv_heads, _padded(dim), _factor(scale, softcap)
+    rows = max(LEAST_ROWS if invariant else 16, triton.next_power_of_2(group))
+    split = SPLIT if invariant else 0
+    most = triton.cdiv(table.shape[1] * page, SPLIT) if invariant else MOST_RANGES
+    shared = num_programs(num_rows, num_kv_heads, most)
+    ranges = most if invariant else shared
     partial = sums = out
-    if splits > 1:
-        partial = torch.empty(num_rows, num_heads, splits, dim, dtype=torch.float32, device=q.device)
-        sums = torch.empty(num_rows, num_heads, splits, 2, dtype=torch.float32, device=q.device)
-    padded = _padded(dim)
-    _decode_kernel[(num_rows, num_kv_heads, splits)](
+    if shared > 1:
+        partial = torch.empty(num_rows, num_heads, ranges, dim, dtype=torch.float32, device=q.device)
+        sums = torch.empty(num_rows, num_heads, ranges, 2, dtype=torch.float32, device=q.device)
+    _decode_kernel[(num_rows, num_kv_heads, shared)](
         q, cache, table, index, slots, positions, partial, sums, out, q.stride(0), cache.stride(0), cache.stride(1),
-        table.shape[1], scale, splits, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=padded, PAGE=page,
-        BLOCK=KEYS, WINDOW=window or 0, CAP=softcap or 0.0, SINGLE=splits == 1, STAGES=_stages(q),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
+        table.shape[1], scale, factor, ranges, ROWS=rows, G=group, D=dim, DP=padded, PAGE=page, BLOCK=BLOCK,
+        SPLIT=split, WINDOW=window or 0, CAP=softcap or 0.0, SINGLE=shared == 1,
+        STAGES=_stages(q, 2 if invariant else 3), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=4, enable_fp_fusion=not invariant,
     )  # fmt: skip
-    if splits > 1:
-        _combine_kernel[(num_rows, num_heads)](
-            partial, sums, index, positions, out, splits, D=dim, DP=padded, BLOCK=KEYS, WINDOW=window or 0, num_warps=1
-        )
+    if shared > 1:
+        _combine_kernel[(num_rows, num_kv_heads)](
+            partial, sums, index, positions, out, factor, ranges, GP=triton.next_power_of_2(group), G=group, D=dim,
+            DP=padded, BLOCK=BLOCK, SPLIT=split, WINDOW=window or 0, num_warps=1, enable_fp_fusion=not invariant,
+        )  # fmt: skip
 
 
 def attend_prompts(
     q: Tensor, cache: Tensor, table: Tensor, blocks: Tensor, out: Tensor,
-    *, scale: float, window: int | None, softcap: float | None,
+    *, scale: float, window: int | None, softcap: float | None, invariant: bool,
 ) -> None:  # fmt: skip
     """Prompts, in blocks [n, 4] of `prompt_block` queries: slot, first packed query, its position, how many."""
     if len(blocks) == 0:
         return
-    num_heads, dim = q.shape[1], q.shape[2]
-    queries = prompt_block(dim)
+    num_heads, dim, page = q.shape[1], q.shape[2], cache.shape[3]
+    padded = _padded(dim)
+    bulk = page % BLOCK == 0 and dim == padded and cache.dtype == q.dtype != torch.float32
+    flat = cache.view(-1, dim)
+    described = TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [BLOCK, dim]) if bulk else cache
     _prompt_kernel[(num_heads, len(blocks))](
-        q, cache, table, blocks, out, q.stride(0), cache.stride(0), cache.stride(1), table.shape[1], scale,
-        HEADS=num_heads, G=num_heads // cache.shape[1], D=dim, DP=_padded(dim), PAGE=cache.shape[3],
-        QUERIES=queries, BLOCK=KEYS, WINDOW=window or 0, CAP=softcap or 0.0, STAGES=_stages(q),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4 if queries < 128 else 8,
+        q, cache, described, table, blocks, out, q.stride(0), cache.stride(0), cache.stride(1), table.shape[1], scale,
+        _factor(scale, softcap), HEADS=num_heads, G=num_heads // cache.shape[1], D=dim, DP=padded, PAGE=page,
+        QUERIES=prompt_block(dim, invariant=invariant), BLOCK=BLOCK, SPLIT=SPLIT if invariant else 0,
+        WINDOW=window or 0, CAP=softcap or 0.0, BULK=bulk, STAGES=_stages(q, 3),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, enable_fp_fusion=not invariant,
     )  # fmt: skip

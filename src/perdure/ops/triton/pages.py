@@ -1,13 +1,18 @@
 """Pages on the device: fresh ones cleared, free ones poisoned, a step's keys and values written where they belong.
 
-Shapes: N tokens, Hkv key heads, D head size, P pages. A layer's cache is [2, Hkv, P, page_size, D].
+Keys are written as they turn with their positions, in one kernel with the turning of queries.
+
+Shapes: N tokens, Hq query heads, Hkv key heads, D head size, P pages. A layer's cache is [2, Hkv, P, page_size, D].
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from perdure.ops.triton.rows import TILE, turned_heads
 
 
 @triton.jit
@@ -67,3 +72,47 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None
             cache.stride(0), cache.stride(1), D=dim, HEADS=triton.next_power_of_2(num_heads),
             BLOCK=triton.next_power_of_2(dim), num_warps=4,
         )  # fmt: skip
+
+
+@triton.jit
+def _turn_and_write_kernel(
+    qk, values, cos, sin, out, cache, slots, num_heads, num_kv_heads, stride_row, stride_head, v_stride_row,
+    v_stride_head, stride_plane, stride_kv_head, D: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of a token: queries go to out, keys and the values beside them into the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    columns = tl.arange(0, BLOCK)
+    of_head = (columns < D)[None, :]
+    turned = turned_heads(
+        qk, cos, sin, row, heads, num_heads + num_kv_heads, stride_row, stride_head, D, R, HEADS, BLOCK
+    )
+    at = out + (row * num_heads + heads)[:, None] * D + columns[None, :]
+    tl.store(at, turned.to(out.dtype.element_ty), mask=(heads < num_heads)[:, None] & of_head)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot >= 0:
+        kv_heads = heads - num_heads
+        inside = ((kv_heads >= 0) & (kv_heads < num_kv_heads))[:, None] & of_head
+        at = cache + (kv_heads.to(tl.int64) * stride_kv_head)[:, None] + slot * D + columns[None, :]
+        tl.store(at, as_stored(turned.to(qk.dtype.element_ty), cache), mask=inside)
+        v = tl.load(values + row * v_stride_row + (kv_heads * v_stride_head)[:, None] + columns[None, :], mask=inside)
+        tl.store(at + stride_plane, as_stored(v, cache), mask=inside)
+
+
+def turn_and_write(qk: Tensor, values: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
+    """The queries of qk [N, Hq + Hkv, D], turned (`ops.triton.rows.rotate`), and its keys, turned, with values
+    [N, Hkv, D] in a layer's pages (`write_kv`). cos and sin are [N, 1, R]."""
+    num_rows, num_all, dim = qk.shape
+    num_kv_heads = values.shape[1]
+    num_heads = num_all - num_kv_heads
+    out = torch.empty(num_rows, num_heads, dim, dtype=qk.dtype, device=qk.device)
+    if num_rows:
+        block = triton.next_power_of_2(dim)
+        heads = min(triton.next_power_of_2(num_all), max(1, TILE // block))
+        _turn_and_write_kernel[(num_rows, triton.cdiv(num_all, heads))](
+            qk, values, cos, sin, out, cache, slots, num_heads, num_kv_heads, qk.stride(0), qk.stride(1),
+            values.stride(0), values.stride(1), cache.stride(0), cache.stride(1), D=dim, R=cos.shape[-1], HEADS=heads,
+            BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -115,13 +115,12 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rotate_kernel(
-    x, cos, sin, out, num_heads, stride_row, stride_head,
-    D: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+def turned_heads(
+    x, cos, sin, row, heads, num_heads, stride_row, stride_head, D: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of a row. cos and sin [N, R], the sines of the first half negative."""
-    row = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    """Heads [HEADS] of a row of x, turned, [HEADS, BLOCK] in fp32. cos and sin [N, R], the sines of the first half
+    negative."""
     columns = tl.arange(0, BLOCK)
     turning = columns < R
     partner = tl.where(turning, (columns + R // 2) % R, columns)
@@ -131,10 +130,22 @@ def _rotate_kernel(
     other = tl.load(at + partner[None, :], mask=inside, other=0.0).to(tl.float32)
     c = tl.load(cos + row * R + columns, mask=turning, other=1.0).to(tl.float32)
     s = tl.load(sin + row * R + columns, mask=turning, other=0.0).to(tl.float32)
-    result = own * c[None, :] + other * s[None, :]
-    tl.store(
-        out + (row * num_heads + heads)[:, None] * D + columns[None, :], result.to(out.dtype.element_ty), mask=inside
-    )
+    cosines, sines = tl.broadcast_to(c[None, :], (HEADS, BLOCK)), tl.broadcast_to(s[None, :], (HEADS, BLOCK))
+    return tl.fma(other, sines, own * cosines)
+
+
+@triton.jit
+def _rotate_kernel(
+    x, cos, sin, out, num_heads, stride_row, stride_head,
+    D: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    columns = tl.arange(0, BLOCK)
+    inside = (heads < num_heads)[:, None] & (columns < D)[None, :]
+    result = turned_heads(x, cos, sin, row, heads, num_heads, stride_row, stride_head, D, R, HEADS, BLOCK)
+    at = out + (row * num_heads + heads)[:, None] * D + columns[None, :]
+    tl.store(at, result.to(out.dtype.element_ty), mask=inside)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

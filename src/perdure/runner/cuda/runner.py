@@ -22,13 +22,13 @@ from torch import Tensor
 from perdure.api.directive import Clear, Directive, Outcome, Wake
 from perdure.api.errors import described
 from perdure.api.plan import DeviceRow, StepOutput, StepPlan
-from perdure.models.base import Model
+from perdure.models.base import Model, Turn
 from perdure.models.store import Store
 from perdure.models.weight_set import WeightSet
 from perdure.ops.attention import CacheShape
 from perdure.ops.attention.paged import PagedRows, make_paged
 from perdure.ops.triton.adjust import Adjusted
-from perdure.ops.triton.pages import write_kv
+from perdure.ops.triton.pages import turn_and_write, write_kv
 from perdure.ops.triton.sampling import Kept
 from perdure.runner.cuda.graphs import Graphs
 from perdure.runner.cuda.pages import DevicePages, to_device
@@ -71,6 +71,7 @@ class CudaRunner:
         device: torch.device,
         dtype: torch.dtype,
         attention_backend: str = "auto",
+        batch_invariant: bool = False,
         sampling_backend: str = "auto",
         has_managed_pages: bool = False,
         rules: ShapeRules | None = None,
@@ -84,9 +85,13 @@ class CudaRunner:
         self._device = device
         self._page_size = page_size
         self._kinds = config.attention
-        self._forms = {kind: make_paged(attention_backend, cache, kind) for kind in dict.fromkeys(self._kinds)}
+        kinds = dict.fromkeys(self._kinds)
+        self._forms = {
+            kind: make_paged(attention_backend, cache, kind, dtype, device, batch_invariant=batch_invariant)
+            for kind in kinds
+        }
         form = self._forms[self._kinds[0]]
-        self.attention_backend = self.attention = form.name
+        self.attention_backend, self.attention = form.name, form.kernel
         if kv_dtype not in (None, dtype):
             self.attention += f" over pages in {str(kv_dtype).removeprefix('torch.')}"
         self._block_size = form.block_size
@@ -262,8 +267,11 @@ class CudaRunner:
         columns.fill(step, ones, blocks, parts.on_device)
         self._sampler.fill(columns.samples, step, parts)
         staged.copy_to(self._words[: size.num_words])
-        graphs = self.graphs
-        outputs = self._compute_size(size) if shape is None or graphs is None else graphs.replay(shape)
+        if shape is None or self.graphs is None:
+            self._plan_attention(step)
+            outputs = self._compute_size(size)
+        else:
+            outputs = self.graphs.replay(shape)
         if not count:
             return outputs[0]
         hidden, drawn, kept = outputs[0], Adjusted(*outputs[1:6]), Kept(*outputs[6:])
@@ -273,6 +281,12 @@ class CudaRunner:
             after = self._sampler.draw_masked(drawn.logits, step, parts, launched.errors)
         launched.scores = self._sampler.scores(step, parts, (drawn, kept, settings), after)
         return hidden
+
+    def _plan_attention(self, step: PackedStep) -> None:
+        if planned := [form for form in self._forms.values() if form.is_planned]:
+            rows = step.attention(self._rows, self._page_size)
+            for form in planned:
+                form.plan(rows)
 
     def _size_of(self, shape: Shape) -> StepSize:
         """Every row of a shape may be sampled, and the last block of each prompt be a short one."""
@@ -288,10 +302,16 @@ class CudaRunner:
         step = StepColumns.on_device(self._words[: size.num_words], size)
         rows = PagedRows(self._table, step.index, step.slots, step.at, step.blocks)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, qk: Tensor, v: Tensor, turn: Turn) -> Tensor:
             cache = self._kv.layers[layer]
-            write_kv(k, v, cache, step.write)
-            return self._forms[self._kinds[layer]].run(q, cache, rows)
+            form = self._forms[self._kinds[layer]]
+            if form.name == "reference":  # by the plainest steps
+                turned, num_heads = turn(qk), qk.shape[1] - v.shape[1]
+                q = turned[:, :num_heads]
+                write_kv(turned[:, num_heads:], v, cache, step.write)
+            else:
+                q = turn_and_write(qk, v, turn.cos, turn.sin, cache, step.write)
+            return form.run(q, cache, rows)
 
         tokens = step.tokens
         sampled_last = self._sampler.last_token[(~tokens).clamp_(min=0)]
