@@ -1,6 +1,6 @@
 """The engine on a GPU: what its tests show, whole jobs against what the hardware allows, and where time goes.
 
-    python benchmarks/gpu.py [--only tests,parity,wake,nano,b1,b64,b256,sampling] [--profile] [--json FILE]
+    python benchmarks/gpu.py [--only tests,parity,attention,wake,nano,...,sampling] [--profile] [--json FILE]
 
 A section is a function in `gpu_sections` and a line in `SECTIONS`. The report has rows and cases with the values that
 tests read from the engine, and workloads with value, unit, floor, gate and goal.
@@ -21,16 +21,20 @@ from typing import Any
 
 import torch
 import triton
+from gpu_sections.attention import attention
 from gpu_sections.jobs import JOBS, job
 from gpu_sections.parity import parity
 from gpu_sections.report import SHARED, Found, Setup
 from gpu_sections.sampling import sampling
+from gpu_sections.sanitizer import sanitizer
 from gpu_sections.shown import tests
 from gpu_sections.wake import wake
 
 SECTIONS: dict[str, Callable[[Setup], Found]] = {
     "tests": tests,
     "parity": parity,
+    "attention": attention,
+    "sanitizer": sanitizer,
     "wake": wake,
     **{name: partial(job, name) for name in JOBS},
     "sampling": sampling,

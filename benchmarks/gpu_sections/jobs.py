@@ -5,6 +5,7 @@
   whole job less the same prompts with one new token, shared out.
 - b64-fp8, b256-fp8: the same with weights of 8 bits. No floor: what bf16 needs is none for them.
 - All draw at temperature 0.6, do not stop at end ids, read no cached prefix and take and give ids.
+- "invariant": the same with `batch_invariant`; what that costs is seen beside the others of the same run.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ FIGURES: dict[str, dict[str, Any]] = {
     "b64-fp8": {"unit": OUTPUT},
     "b256-fp8": {"unit": OUTPUT},
     "prefill": {"unit": "prompt tokens/s", "floor": 55_000, "goal": 47_000},
+    "nano invariant": {"unit": OUTPUT, "floor": 36_200},
+    "b64 invariant": {"unit": OUTPUT, "floor": 9_070, "gate": 5_900},
+    "b256 invariant": {"unit": OUTPUT, "floor": 8_225, "gate": 0.85 * 6_060},
 }
 
 Ids = list[list[int]]
@@ -73,6 +77,11 @@ JOBS: dict[str, tuple[dict[str, Any], Callable[[], tuple[Ids, list[int]]], dict[
     "b256": (LLAMA_8B, lambda: equal_job(256, 1024, 256, 128256), {"max_num_seqs": 256}),
     "b64-fp8": (LLAMA_8B, lambda: equal_job(64, 512, 256, 128256), {"max_num_seqs": 64, "quantization": "fp8"}),
     "b256-fp8": (LLAMA_8B, lambda: equal_job(256, 1024, 256, 128256), {"max_num_seqs": 256, "quantization": "fp8"}),
+}
+JOBS |= {
+    f"{name} invariant": (shape, make, config | {"batch_invariant": True})
+    for name, (shape, make, config) in JOBS.items()
+    if name != "b1"
 }
 
 
@@ -144,7 +153,7 @@ def job(name: str, setup: Setup) -> Found:
     prompts, new_tokens = make()
     (setup.folder / "config.json").write_text(json.dumps(shape))
     begin = time.perf_counter()
-    llm = LLM(str(setup.folder), **ENGINE, **config)
+    llm = LLM(str(setup.folder), **(ENGINE | config))
     ready = time.perf_counter() - begin
     host = HostTime(llm)
     run_job(llm, prompts, [min(count, 16) for count in new_tokens])  # warm-up
@@ -153,7 +162,7 @@ def job(name: str, setup: Setup) -> Found:
     more: dict[str, Any] = {"seconds": round(seconds, 3), "steps": host.steps, "ms_of_host_a_step": host.a_step()}
     value = sum(new_tokens) / seconds
     prefill_rate = 0.0
-    if name != "nano":
+    if not name.startswith("nano"):
         prefill = statistics.median(run_job(llm, prompts, [1] * len(prompts)) for _ in range(3))
         step, prefill_rate = (seconds - prefill) / (new_tokens[0] - 1), sum(map(len, prompts)) / prefill
         more |= {"prefill_tokens_per_s": round(prefill_rate), "ms_a_step": round(1e3 * step, 3)}
