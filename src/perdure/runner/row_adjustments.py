@@ -118,7 +118,8 @@ class RowAdjustments:
             return
         for name in (column.name for column in fields(one)):
             found, right = getattr(one, name), getattr(two, name)
-            assert np.array_equal(found, right), f"slot {slot}: {name} is {found}, the core says {right}"
+            same = np.array_equal(found, right) if isinstance(found, np.ndarray) else found == right
+            assert same, f"slot {slot}: {name} is {found}, the core says {right}"
         if self._is_penalised[slot]:
             for column, right in ((self._output_counts, told._output_counts), (self._in_prompt, told._in_prompt)):
                 assert np.array_equal(column[slot], right[slot]), f"slot {slot}: its penalties count another history"

@@ -94,10 +94,10 @@ def _turn_and_write_kernel(
     if slot >= 0:
         kv_heads = heads - num_heads
         inside = ((kv_heads >= 0) & (kv_heads < num_kv_heads))[:, None] & of_head
-        at = cache + (kv_heads.to(tl.int64) * stride_kv_head)[:, None] + slot * D + columns[None, :]
-        tl.store(at, as_stored(turned.to(qk.dtype.element_ty), cache), mask=inside)
+        page = cache + (kv_heads.to(tl.int64) * stride_kv_head)[:, None] + slot * D + columns[None, :]
+        tl.store(page, as_stored(turned.to(qk.dtype.element_ty), cache), mask=inside)
         v = tl.load(values + row * v_stride_row + (kv_heads * v_stride_head)[:, None] + columns[None, :], mask=inside)
-        tl.store(at + stride_plane, as_stored(v, cache), mask=inside)
+        tl.store(page + stride_plane, as_stored(v, cache), mask=inside)
 
 
 def turn_and_write(qk: Tensor, values: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
