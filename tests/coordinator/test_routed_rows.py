@@ -14,12 +14,20 @@ import pytest
 from perdure import LLM, InvalidValue, MaxSequenceLengthOverflow, SamplingParams
 from perdure.api.output import RequestOutput
 from perdure.core.admission import derived_seed
-from perdure.models.tiny import BOS_ID
 from perdure.ops import sampling_reference as oracle
 from perdure.ops.philox import uniforms
 from tests.coordinator.conftest import MakeFleet
 from tests.coordinator.fleet import QUIET, Fleet
-from tests.engine.helpers import changed_tensors, check_equal, check_scores_equal, prompt, settings, whole_rows
+from tests.engine.helpers import (
+    changed_tensors,
+    check_equal,
+    check_scores_equal,
+    check_stopped_late,
+    prompt,
+    settings,
+    stopping_late,
+    whole_rows,
+)
 from tests.witness import witness
 
 DEPTH = {"sync": 1, "async": 2}
@@ -63,31 +71,14 @@ def test_bos_stop(row: str, make_fleet: MakeFleet, direct: LLM) -> None:
     client = make_fleet(num_replicas=1, max_num_batched_tokens=32).client()
     (plain,) = direct.generate(["The target"], settings(max_tokens=20))
     ids = plain.outputs[0].token_ids
-    at = next(at for at in range(8, 20) if ids[at] not in ids[:at])
-    params = SamplingParams(
-        temperature=1.0,
-        top_k=1,
-        max_tokens=20,
-        ignore_eos=True,
-        stop_token_ids=[ids[at]],
-        strip_stop_tokens=not keep,
-        logprobs=3,
-        prompt_logprobs=None if skip else 2,
-        return_prompt=True,
-    )
+    at, params = stopping_late(ids, keep, skip)
     drawn = settings(temperature=1.0, max_tokens=3)
     short, target, _ = client.generate(["A short one", "The target", "The next"], [drawn, params, drawn])
     check_equal(target, direct.generate(["The target"], params)[0])
-    found, scores = target.outputs[0], target.outputs[0].logprobs
-    assert target.prompt_token_ids is not None and target.prompt_token_ids[0] == BOS_ID
-    assert found.token_ids == ids[: at + keep] and found.stop_reason == ids[at]
-    assert scores is not None and len(scores) == len(found.token_ids) == len(scores.num_top)
-    for token, entry, chosen in zip(found.token_ids, scores, scores.chosen):
-        assert entry is not None and entry[token].logprob == chosen and entry[token].rank == 1
+    check_stopped_late(target, ids, at, keep, skip)
     ended = [result.metrics.finished_time for result in (short, target) if result.metrics is not None]
     assert (ended[0] or 0.0) < (ended[1] or 0.0), "the short one ended first"
-    assert (target.prompt_logprobs is None) == skip
-    witness(row, num_tokens=len(found.token_ids), beside=len(short.outputs[0].token_ids))
+    witness(row, num_tokens=len(target.outputs[0].token_ids), beside=len(short.outputs[0].token_ids))
 
 
 # sample-torch, T47: base seed 7

@@ -26,7 +26,7 @@ from perdure.api.request import Request
 from perdure.api.scores import TokenScores
 from perdure.engine.engine import Engine
 from perdure.engine.llm import LLM, Call
-from perdure.models.tiny import make_tiny_llama
+from perdure.models.tiny import BOS_ID, make_tiny_llama
 from perdure.runner.base import Ticket
 from perdure.runner.runner import Runner
 from tests.engine.reference import CLEAR_LEAD, Reference
@@ -46,6 +46,34 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(1000 * seed + length)
     ids: list[int] = torch.randint(0, V, (length,), generator=generator).tolist()
     return ids
+
+
+def stopping_late(ids: list[int], keep: bool, skip: bool) -> tuple[int, SamplingParams]:
+    """Rows bos-stop-*: where in these greedy ids a new one stands, and settings that stop there with scores."""
+    at = next(at for at in range(8, 20) if ids[at] not in ids[:at])
+    return at, SamplingParams(
+        temperature=1.0,
+        top_k=1,
+        max_tokens=20,
+        ignore_eos=True,
+        stop_token_ids=[ids[at]],
+        strip_stop_tokens=not keep,
+        logprobs=3,
+        prompt_logprobs=None if skip else 2,
+        return_prompt=True,
+    )
+
+
+def check_stopped_late(result: RequestOutput, ids: list[int], at: int, keep: bool, skip: bool) -> None:
+    """What rows bos-stop-* ask of a result of `stopping_late`."""
+    found = result.outputs[0]
+    assert result.prompt_token_ids is not None and result.prompt_token_ids[0] == BOS_ID
+    assert found.token_ids == ids[: at + keep] and found.stop_reason == ids[at]
+    scores = found.logprobs
+    assert scores is not None and len(scores) == len(found.token_ids) == len(scores.num_top)
+    for token, entry, chosen in zip(found.token_ids, scores, scores.chosen):
+        assert entry is not None and entry[token].logprob == chosen and entry[token].rank == 1
+    assert (result.prompt_logprobs is None) == skip
 
 
 # Comparing

@@ -22,10 +22,12 @@ from tests.engine.helpers import (
     changed_tensors,
     check_equal,
     check_scores_equal,
+    check_stopped_late,
     constant_model,
     prompt,
     run_async,
     settings,
+    stopping_late,
     whole_rows,
 )
 from tests.engine.reference import Reference
@@ -157,31 +159,13 @@ def test_bos_stop(row: str, make_llm: MakeLLM, solo: Solo) -> None:
 
     runner.execute = watched  # type: ignore[method-assign]
     plain = solo("The target", settings(max_tokens=20)).outputs[0].token_ids
-    at = next(at for at in range(8, 20) if plain[at] not in plain[:at])
-    target = SamplingParams(
-        temperature=1.0,
-        top_k=1,
-        max_tokens=20,
-        ignore_eos=True,
-        stop_token_ids=[plain[at]],
-        strip_stop_tokens=not keep,
-        logprobs=3,
-        prompt_logprobs=None if skip else 2,
-        return_prompt=True,
-    )
+    at, target = stopping_late(plain, keep, skip)
     short = settings(temperature=1.0, max_tokens=3)
     _, output, _ = llm.generate(["A short one", "The target", "The next"], [short, target, short])
-    found = output.outputs[0]
-    assert output.prompt_token_ids is not None and output.prompt_token_ids[0] == BOS_ID
-    assert found.token_ids == plain[: at + keep] and found.stop_reason == plain[at]
     assert sorted(slots.values()) == [[0, 2], [1]], "the ended request's slot went on to another"
-    scores = found.logprobs
-    assert scores is not None and len(scores) == len(found.token_ids) == len(scores.num_top)
-    for token, entry, chosen in zip(found.token_ids, scores, scores.chosen):
-        assert entry is not None and entry[token].logprob == chosen and entry[token].rank == 1
+    check_stopped_late(output, plain, at, keep, skip)
     check_equal(output, solo("The target", target))
-    assert (output.prompt_logprobs is None) == skip
-    witness(row, slots=[*slots], num_tokens=len(found.token_ids))
+    witness(row, slots=[*slots], num_tokens=len(output.outputs[0].token_ids))
 
 
 # T31, T33, T37, T44
