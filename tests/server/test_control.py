@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from msgspec.structs import replace
 
 from perdure import LLM, Checkpoint, SamplingParams
 from tests.server.conftest import Running, running
@@ -82,6 +84,37 @@ def test_a_checkpoint_goes_on_elsewhere(own: Running, direct: LLM) -> None:
     [result] = direct.generate(Checkpoint.from_bytes(data.content))
     assert result.outputs[0].token_ids == expected.outputs[0].token_ids
     assert "unknown" in own.refused("/checkpoint", request_id="unknown")["message"]
+
+
+def test_a_checkpoint_goes_on_over_http(own: Running) -> None:
+    asked = {"prompt": "abc", "seed": 5, "max_tokens": 250, "ignore_eos": True, "n": 2, "logprobs": 1}
+    expected = own.told(PATH, **asked, return_token_ids=True)["choices"]
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(own.told, PATH, **asked, request_id="moving")
+        own.wait_until(lambda stats: stats["num_running"] == 2 and stats["num_free_pages"] < stats["num_pages"] - 4)
+        data = own.post("/checkpoint", request_id="moving", end=True)
+        assert data.status_code == 200, data.text
+        assert {choice["finish_reason"] for choice in call.result()["choices"]} == {"abort"}
+    body = {"checkpoint": base64.b64encode(data.content).decode(), "return_token_ids": True}
+    whole = own.told(PATH, **body)
+    assert whole["choices"] == expected and whole["id"] == "moving"
+    events = own.stream(PATH, **body, request_id="again")
+    parts = [[choice for one in events for choice in one["choices"] if choice["index"] == index] for index in (0, 1)]
+    for choice, told in zip(expected, parts, strict=True):
+        assert [token for part in told for token in part["token_ids"]] == choice["token_ids"]
+        assert "".join(part["text"] for part in told) == choice["text"]
+        assert [x for part in told for x in part["logprobs"]["token_logprobs"]] == choice["logprobs"]["token_logprobs"]
+    assert len(parts[0][0]["token_ids"]) == Checkpoint.from_bytes(data.content).samples[0].num_output
+    hooked = Checkpoint.from_bytes(data.content)
+    hooked = replace(hooked, params=replace(hooked.params, logits_processors=("os:getcwd",)))
+    for wrong, param in (
+        ({**body, "temperature": 0.5}, "temperature"),
+        ({**body, "prompt": "a"}, "prompt"),
+        ({"checkpoint": body["checkpoint"][:-8]}, "checkpoint"),
+        ({"checkpoint": "***"}, "checkpoint"),
+        ({"checkpoint": base64.b64encode(hooked.to_bytes()).decode()}, "checkpoint"),
+    ):
+        assert own.refused(PATH, **wrong)["param"] == param
 
 
 def test_wrong_bodies_and_parameters_are_refused(own: Running) -> None:

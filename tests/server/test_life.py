@@ -125,9 +125,9 @@ def test_t67_a_client_that_goes_aborts_its_requests(server: Running) -> None:
 def test_a_full_queue_is_429(tiny: Path) -> None:
     with running(tiny, {}, num_pages=256, max_num_seqs=1, max_num_waiting=1) as server, ThreadPoolExecutor(2) as pool:
         calls = []
-        for running_and_waiting in ((1, 0), (1, 1)):  # one after the other: two that arrive at once are two that wait
+        for inside in ((1, 0), (1, 1)):  # one after the other: two that arrive at once are two that wait
             calls.append(pool.submit(server.told, PATH, prompt=[256, 7], **ENDLESS))
-            server.wait_until(lambda stats, now=running_and_waiting: (stats["num_running"], stats["num_waiting"]) == now)
+            server.wait_until(lambda now, inside=inside: (now["num_running"], now["num_waiting"]) == inside)
         for stream in (False, True):
             answer = server.post(PATH, prompt="a", stream=stream)
             assert answer.status_code == 429 and answer.headers["retry-after"] == "1"

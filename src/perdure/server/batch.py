@@ -49,6 +49,9 @@ class Batch:
         names = [request_id] if len(prompts) == 1 else [f"{request_id}-{at}" for at in range(len(prompts))]
         try:
             for prompt, name in zip(prompts, names, strict=True):
+                if prompt.checkpoint is not None:
+                    self._handles.append(front.llm.submit(prompt.checkpoint, request_id=name))
+                    continue
                 asked = {"prompt_token_ids": prompt.token_ids, "cache_salt": salt}
                 self._handles.append(front.llm.submit(asked, params, request_id=name))
         except BaseException:

@@ -20,7 +20,7 @@ from perdure.api.scores import TokenScores
 from perdure.server import params, prompts
 from perdure.server.batch import Batch, Part, unless_gone
 from perdure.server.bodies import read
-from perdure.server.errors import as_http
+from perdure.server.errors import HTTPError, as_http
 from perdure.server.front import Front, new_id
 from perdure.server.protocol.common import Usage
 from perdure.server.protocol.completions import Completion, CompletionChoice, CompletionRequest, Logprobs
@@ -32,9 +32,16 @@ from perdure.server.stream import EventStream, event
 async def completions(front: Front, request: Request) -> Response:
     body = await read(request, CompletionRequest, front.config.max_body_bytes)
     front.check_model(body.model)
-    settings = params.of_completion(body)
-    asked = await prompts.of_completion(front.llm, body.prompt, body.add_special_tokens is not False)
-    request_id = body.request_id or new_id("cmpl")
+    if body.checkpoint is not None:
+        past = params.of_checkpoint(body)
+        settings, asked = past.params, [prompts.of_checkpoint(past)]
+        request_id = body.request_id or (past.request_id if isinstance(past.request_id, str) else new_id("cmpl"))
+    elif body.prompt is None:
+        raise HTTPError(400, "prompt is missing", param="prompt")
+    else:
+        settings = params.of_completion(body)
+        asked = await prompts.of_completion(front.llm, body.prompt, body.add_special_tokens is not False)
+        request_id = body.request_id or new_id("cmpl")
     batch = Batch(front, asked, settings, request_id, body.cache_salt)
     answer = _Answer(front, body, settings, batch, request_id)
     if not body.stream:
@@ -57,12 +64,14 @@ class _Answer:
         self._batch = batch
         self._request_id = request_id
         self._created = int(time.time())
+        began_before = batch.prompts[0].checkpoint is not None
+        self._tells_prompt_scores = (settings if began_before else body).prompt_logprobs is not None
         self._num_output_tokens = 0
         self._begun: set[int] = set()
         """Choices of which something was told."""
         tokenizer, skips = front.llm.tokenizer, settings.skip_special_tokens
         names = Names(tokenizer, bool(body.return_tokens_as_token_ids))
-        choices = range(settings.n * len(batch.prompts)) if body.logprobs is not None else ()
+        choices = range(settings.n * len(batch.prompts)) if settings.logprobs is not None else ()
         self._scores = [CompletionScores(names, text_pusher(tokenizer, skips)) for _ in choices]
 
     def whole(self, results: list[RequestOutput | PerdureError]) -> Completion:
@@ -108,7 +117,7 @@ class _Answer:
             return self._refused(at, output)
         found = [self._choice(at, one, prompt_scores) for one in output.outputs]
         for choice in found:
-            if self._body.prompt_logprobs is not None and output.finished:
+            if self._tells_prompt_scores and output.finished:
                 choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
             if output.error is not None and choice.finish_reason == "error":
                 choice.error = as_http(output.error).detail

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from perdure import SamplingParams
+from msgspec.structs import replace
+
+from perdure import Checkpoint, SamplingParams
+from perdure.api.errors import InvalidValue
+from perdure.api.sampling import OutputKind
 from perdure.server.errors import HTTPError
 from perdure.server.protocol.chat import ChatRequest
-from perdure.server.protocol.common import ResponseFormat, Sampling
+from perdure.server.protocol.common import PASSED_OVER, ResponseFormat, Sampling
 from perdure.server.protocol.completions import CompletionRequest
 from perdure.server.protocol.responses import ResponsesRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Of `/v1/completions` alone, as OpenAI's description says."""
+BESIDE_CHECKPOINT = {"model", "checkpoint", "request_id", "stream", "stream_options"}
+BESIDE_CHECKPOINT |= {"return_token_ids", "return_tokens_as_token_ids", *PASSED_OVER}
+"""Fields that say nothing of what is computed."""
 
 
 def of_completion(body: CompletionRequest) -> SamplingParams:
@@ -23,6 +30,21 @@ def of_completion(body: CompletionRequest) -> SamplingParams:
         if body.echo:
             given.setdefault("prompt_logprobs", body.logprobs)
     return SamplingParams(**given)
+
+
+def of_checkpoint(body: CompletionRequest) -> Checkpoint:
+    """One that goes on as it began, told as this body asks."""
+    assert body.checkpoint is not None
+    for name in body.__struct_fields__:
+        if name not in BESIDE_CHECKPOINT and getattr(body, name) is not None:
+            raise HTTPError(400, f"{name} is given, but a checkpoint goes on with what it began with", param=name)
+    try:
+        past = Checkpoint.from_bytes(body.checkpoint)
+    except InvalidValue as error:
+        raise HTTPError(400, f"checkpoint: {error}", param="checkpoint") from None
+    if past.params.logits_processors:  # names of functions, which nobody gives over HTTP
+        raise HTTPError(400, "checkpoint: its logits_processors are not taken over HTTP", param="checkpoint")
+    return replace(past, params=replace(past.params, output_kind=_output_kind(body)))
 
 
 def of_chat(body: ChatRequest, structure: dict[str, Any] | None) -> SamplingParams:
@@ -62,15 +84,19 @@ def _forced(given: dict[str, Any], structure: dict[str, Any] | None) -> dict[str
 
 def _given(body: Sampling) -> dict[str, Any]:
     given = body.given()
-    given["output_kind"] = "delta" if body.stream else "final"
-    if body.stream_options is not None and not body.stream:
-        raise HTTPError(400, "stream_options is given, but stream is not true", param="stream_options")
+    given["output_kind"] = _output_kind(body)
     structure = _structure(body.response_format)
     if structure is not None:
         if "structured_outputs" in given:
             raise HTTPError(400, "response_format and structured_outputs both say what the output is: give one of them")
         given["structured_outputs"] = structure
     return given
+
+
+def _output_kind(body: Sampling) -> OutputKind:
+    if body.stream_options is not None and not body.stream:
+        raise HTTPError(400, "stream_options is given, but stream is not true", param="stream_options")
+    return "delta" if body.stream else "final"
 
 
 def _structure(given: ResponseFormat | None) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from perdure import AsyncLLM, InvalidValue
+from perdure import AsyncLLM, Checkpoint, InvalidValue
 
 T = TypeVar("T")
 
@@ -15,10 +15,11 @@ LONG_TEXT = 20_000
 
 
 class Prompt(NamedTuple):
-    """text: as it was given; None = ids were."""
+    """text: as it was given; None = ids were. checkpoint: the request that goes on instead of a new one."""
 
     token_ids: list[int]
     text: str | None = None
+    checkpoint: Checkpoint | None = None
 
 
 async def of_completion(
@@ -39,6 +40,10 @@ async def of_completion(
             )
         found.append(Prompt(one) if isinstance(one, list) else await _of_text(llm, one, add_special_tokens))
     return found
+
+
+def of_checkpoint(past: Checkpoint) -> Prompt:
+    return Prompt(past.prompt_token_ids, past.prompt, past)
 
 
 async def _of_text(llm: AsyncLLM, text: str, add_special_tokens: bool) -> Prompt:

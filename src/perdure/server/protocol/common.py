@@ -107,6 +107,7 @@ class Sampling(Body, kw_only=True):
         return {name: value for name, value in found.items() if value is not None}
 
 
+PASSED_OVER = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 SHARED = tuple(name for name in SamplingParams.__struct_fields__ if name in Sampling.__struct_fields__)
 
 

@@ -11,9 +11,11 @@ from perdure.server.protocol.common import ErrorDetail, IdsOut, PromptLogprobs, 
 
 class CompletionRequest(Sampling, kw_only=True):
     """prompt: a text, its ids, or a list of either. max_tokens: 16 unless given, as OpenAI has it. logprobs: the k best
-    of each token, and the chosen one. echo: the prompt comes back before the output, with its scores if these are."""
+    of each token, and the chosen one. echo: the prompt comes back before the output, with its scores if these are.
+    checkpoint: what `/checkpoint` gave, in base64, instead of a prompt and of all settings: it goes on."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | int | list[int]] | None = None
+    checkpoint: bytes | None = None
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
