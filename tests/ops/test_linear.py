@@ -6,7 +6,7 @@ import torch
 from perdure.ops.linear import LINEAR_FORMS, invariant, packed, plain, reference
 from tests.ops.rows import assert_rows_independent
 
-SIZES = [(64, 96), (576, 960), (1536, 576), (192, 64), (64, 515)]  # inputs, outputs
+SIZES = [(64, 96), (576, 960), (1536, 576), (4100, 40), (192, 64), (64, 515)]  # inputs, outputs
 
 
 def _case(num_rows: int, num_inputs: int, num_outputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -55,7 +55,8 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 class PackedProduct:
     """oneDNN's product with the weight laid out once for its kernels: two to three times `plain` for few rows.
 
-    Its kernels sum along K in one order for any number of rows (measured from 1 to 2049, 1 and 2 threads).
+    Its kernels sum along K in one order for any number of rows from 2 on (measured to 2049, 1 and 2 threads). For one
+    row some processors (AVX-512, K above 1024) have a kernel of another order, so it is multiplied as two.
     Another weight of the same shape may be loaded in the place of the first.
     """
 
@@ -83,8 +84,12 @@ class PackedProduct:
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] == 0:
             return x.new_empty(0, self.shape[0])
-        y: Tensor = self._multiply(x.contiguous(), self._layout, self._bias, "none", [], "")
-        return y
+        y: Tensor = self._multiply(_two_at_least(x).contiguous(), self._layout, self._bias, "none", [], "")
+        return y[: x.shape[0]]
+
+
+def _two_at_least(x: Tensor) -> Tensor:
+    return x.expand(2, -1) if x.shape[0] == 1 else x
 
 
 def packed(w: Tensor, b: Tensor | None = None) -> Product:
