@@ -210,7 +210,7 @@ def test_s12_coordinator_failure(fleet: Fleet) -> None:
     after = client.stats()
     assert isinstance(refused.error, InvalidValue) and refused.request_id == 42
     assert after.num_steps == before.num_steps and after.num_running == after.num_waiting == 0
-    witness("s12", submitted=fleet.router.entries._next - 1)
+    witness("s12-coordinator-failure", submitted=fleet.router.entries._next - 1)
 
 
 # life
