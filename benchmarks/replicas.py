@@ -46,8 +46,8 @@ def cpu_seconds(pids: list[int]) -> float:
 
 def tokens_a_second(llm: LLM, wanted: list[list[int]], num_tokens: int) -> tuple[float, float]:
     """By the clock, and by CPU time of all processes."""
-    processes = getattr(llm._engine, "_processes", None)
-    pids = [] if processes is None else [child.process.pid for child in processes.children]
+    fleet = getattr(llm._engine, "fleet", None)
+    pids = [] if fleet is None else [child.process.pid for child in fleet.children]
     llm.reset_prefix_cache()
     began, cpu_began = time.perf_counter(), cpu_seconds(pids)
     results = llm.generate(wanted, greedy(num_tokens))
@@ -77,7 +77,7 @@ def start_and_stop(model: str | None, num_replicas: int) -> Traffic:
     serves = time.perf_counter()
     llm.generate([[1, 2, 3]], greedy(1))
     answered = time.perf_counter()
-    processes = [child.process for child in llm._engine._processes.children]  # type: ignore[attr-defined]
+    processes = [child.process for child in llm._engine.fleet.children]  # type: ignore[attr-defined]
     llm.shutdown()
     ended = time.perf_counter()
     assert all(process.returncode is not None for process in processes)

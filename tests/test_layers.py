@@ -38,7 +38,6 @@ NOT_FOR = {
 ALLOWED = {
     ("perdure.cli.make_tiny", "perdure.models.tiny.make_tiny"),
     ("perdure.cli.coordinator", "perdure.coordinator.service.serve"),
-    ("perdure.cli.coordinator", "perdure.engine.on_ray.Place"),
     ("perdure.cli.coordinator", "perdure.engine.on_ray.serve_on_ray"),
     ("perdure.cli.replica", "perdure.engine.replica.serve"),
     ("perdure.cli.serve", "perdure.server.config.ServeConfig"),

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from perdure import LLM, Client, InvalidValue, SamplingParams
@@ -89,6 +90,13 @@ def test_two_terminals_and_a_client(perdure, tiny: Path, tmp_path: Path, start: 
     with LLM(str(tiny), num_pages=64) as direct:
         assert result.outputs[0].token_ids == direct.generate([ids], params)[0].outputs[0].token_ids
 
+    server = start("serve", "--connect", endpoint, "--secret-file", secret, "--port", 0)
+    body = {"prompt": ids, "temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+    url = line_of(server, "serving").rpartition(" ")[2]
+    served = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).json()
+    assert served["choices"][0]["token_ids"] == result.outputs[0].token_ids
+    assert ended(server, signal.SIGTERM) == 0, "replicas go on, and the server does not wait for them"
+
     with pytest.raises(InvalidValue, match=r"endpoint='tcp://.*give a secret"):
         Client(endpoint)
     began = time.monotonic()
@@ -127,4 +135,19 @@ def test_a_client_with_a_secret_where_there_is_none(start: Start, tmp_path: Path
 )
 def test_wrong_options_of_a_coordinator(perdure, options: tuple[object, ...], words: str, tmp_path: Path) -> None:
     done = perdure("coordinator", f"ipc://{tmp_path}/c", *options)
+    assert done.code == 2 and words in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--replica-cpus", 2), "give --launcher ray"),
+        (("--launcher", "ray", "--replica-gpus", -1), "replica_gpus=-1 is out of range"),
+        (("--connect", "tcp://127.0.0.1:1", "--max-num-seqs", 3), "--connect: replicas that are there have settings"),
+        (("--connect", "10.0.0.1"), "endpoint='10.0.0.1' is neither tcp://HOST:PORT"),
+        (("--secret-file", "x"), "--connect names: give both"),
+    ],
+)
+def test_wrong_options_of_a_server_over_replicas(perdure, options: tuple[object, ...], words: str) -> None:
+    done = perdure("serve", "--port", 0, *options)
     assert done.code == 2 and words in done.err

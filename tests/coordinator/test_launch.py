@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from perdure import LLM
-from perdure.engine.launch import LEAST_LIFE_S, LocalEngine
+from perdure.engine.launch import LEAST_LIFE_S, FleetEngine, Processes
 from tests.coordinator.fleet import PATIENCE_S
 from tests.engine.helpers import check_equal, in_thread, prompt, settings, until
 from tests.witness import witness
@@ -30,11 +30,11 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def started(tiny: Path) -> tuple[LLM, LocalEngine]:
+def started(tiny: Path) -> tuple[LLM, FleetEngine, Processes]:
     llm = LLM(str(tiny), data_parallel_size=2, page_size=16, num_pages=128)
     engine = llm._engine
-    assert isinstance(engine, LocalEngine)
-    return llm, engine
+    assert isinstance(engine, FleetEngine) and isinstance(engine.fleet, Processes)
+    return llm, engine, engine.fleet
 
 
 @pytest.mark.alone
@@ -43,10 +43,10 @@ def test_children_that_are_killed_are_started_again_and_none_is_left(tiny: Path,
     end there are requests inside, and one of the replicas hangs."""
     handlers = [signal.getsignal(one) for one in HANDLED]
     threads = set(threading.enumerate())
-    llm, engine = started(tiny)
+    llm, engine, processes = started(tiny)
     ids, params = [prompt(9, seed=seed) for seed in range(8)], settings(max_tokens=240)
     alone = direct.generate(ids, params)
-    children = engine._processes.children
+    children = processes.children
     pids = [child.process.pid for child in children]
 
     def lose(index: int) -> None:
@@ -64,7 +64,7 @@ def test_children_that_are_killed_are_started_again_and_none_is_left(tiny: Path,
     lose(1)
     lose(0)
     assert [signal.getsignal(one) for one in HANDLED] == handlers
-    folder = Path(engine._processes._folder)
+    folder = processes.scratch.path
     assert folder.exists()
     call = in_thread(lambda: llm.generate(ids, params))
     until(lambda: len(engine._submissions._live) == len(ids), PATIENCE_S)
@@ -83,7 +83,8 @@ PARENT = """
 import sys, time
 from perdure import LLM
 llm = LLM(sys.argv[1], data_parallel_size=2, page_size=16, num_pages=128)
-print(*(child.process.pid for child in llm._engine._processes.children), flush=True)
+fleet = llm._engine.fleet
+print(fleet.scratch.path, *(child.process.pid for child in fleet.children), flush=True)
 time.sleep(1000)
 """
 
@@ -92,8 +93,10 @@ def test_no_process_outlives_the_one_that_started_it(tiny: Path) -> None:
     """However that ends."""
     with subprocess.Popen([sys.executable, "-c", PARENT, str(tiny)], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 3 and all(map(is_there, pids))
+        folder, *words = parent.stdout.readline().split()
+        pids = [int(word) for word in words]
+        assert len(pids) == 3 and all(map(is_there, pids)) and Path(folder).exists()
         parent.kill()
     until(lambda: not any(map(is_there, pids)), PATIENCE_S)
+    assert not Path(folder).exists()
     witness("parent-killed", processes=len(pids))

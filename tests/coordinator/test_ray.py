@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from perdure import LLM, AsyncLLM, InvalidValue, PerdureError
@@ -17,9 +21,10 @@ from perdure.api.config import EngineConfig
 from perdure.api.output import RequestOutput
 from perdure.coordinator.router import Routing
 from perdure.coordinator.service import Service
-from perdure.engine.on_ray import Place, RayReplicas
+from perdure.engine.launch import LEAST_LIFE_S, FleetEngine
+from perdure.engine.on_ray import RayFleet, RayReplicas
 from tests.coordinator.fleet import PATIENCE_S
-from tests.engine.helpers import check_equal, prompt, settings
+from tests.engine.helpers import check_equal, in_thread, prompt, settings
 from tests.witness import witness
 
 pytest.importorskip("ray", reason="Ray is not installed (pip install 'perdure[ray]')")
@@ -51,6 +56,12 @@ def node(num_cpus: int) -> dict[str, Any]:
     return {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
 
 
+def on(cluster: Any) -> dict[str, Any]:
+    """Settings of two replicas there."""
+    placed = {"launcher": "ray", "data_parallel_size": 2, "ray_address": cluster.address}
+    return {**placed, "page_size": 16, "num_pages": 128}
+
+
 def wait_until(holds: Callable[[], bool], what: str) -> None:
     give_up_at = time.monotonic() + PATIENCE_S
     while not holds():
@@ -61,7 +72,7 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 def test_without_a_cluster_it_is_said_so(tmp_path: Path) -> None:
     """First, while there is none."""
     with pytest.raises(InvalidValue, match="ray: no cluster at address='auto'"):
-        RayReplicas(EngineConfig(), f"ipc://{tmp_path}/c", None, 1, Place(), lambda error: None)
+        RayReplicas(EngineConfig(), f"ipc://{tmp_path}/c", None, lambda error: None)
 
 
 def test_replicas_on_a_cluster_of_nodes(cluster: Any, tiny: Path, tmp_path: Path, direct: LLM) -> None:
@@ -71,8 +82,8 @@ def test_replicas_on_a_cluster_of_nodes(cluster: Any, tiny: Path, tmp_path: Path
     members = service.coordinator.router.members
     serving = threading.Thread(target=service.run)
     serving.start()
-    config = EngineConfig.of(model=str(tiny), page_size=16, num_pages=128, steps_in_flight=1)
-    replicas = RayReplicas(config, service.endpoint, None, 2, Place(address=cluster.address), errors.append)
+    config = EngineConfig.of(model=str(tiny), steps_in_flight=1, **on(cluster))
+    replicas = RayReplicas(config, service.endpoint, None, errors.append)
     try:
         wait_until(lambda: len(members.serving) == 2, "both replicas serve")
         nodes = replicas.nodes
@@ -116,13 +127,48 @@ def test_replicas_on_a_cluster_of_nodes(cluster: Any, tiny: Path, tmp_path: Path
     )
 
 
+def test_an_engine_of_replicas_on_a_cluster(cluster: Any, tiny: Path, direct: LLM) -> None:
+    """With a coordinator of its own, which is started again when it dies. No signal's handler is Ray's."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with LLM(str(tiny), **on(cluster)) as llm:
+        assert signal.getsignal(signal.SIGTERM) == handler
+        assert isinstance(llm._engine, FleetEngine) and isinstance(llm._engine.fleet, RayFleet)
+        nodes = llm._engine.fleet.nodes
+        assert len(set(nodes.values())) == 2
+        (coordinator,) = llm._engine.fleet.children
+        prompts, params = [prompt(9, seed=seed) for seed in range(4)], settings(max_tokens=200)
+        wait_until(lambda: time.monotonic() - coordinator.started_at > LEAST_LIFE_S, "it is started again at once")
+        call = in_thread(lambda: llm.generate(prompts, params))
+        live = llm._engine._submissions._live
+        wait_until(lambda: any(one.admitted for one in list(live.values())), "a replica has one")
+        coordinator.process.kill()
+        results = call()
+    for result, truth in zip(results, direct.generate(prompts, params), strict=True):
+        check_equal(result, truth)
+    assert not coordinator.is_alive
+    witness("ray-engine", nodes=len(set(nodes.values())), tokens=sum(len(one.outputs[0].token_ids) for one in results))
+
+
+def test_a_server_over_a_cluster(cluster: Any, tiny: Path, direct: LLM) -> None:
+    """`perdure serve --launcher ray`: when it has ended, its node holds nothing of it."""
+    options = ("--launcher", "ray", "--ray-address", cluster.address, "--port", "0", "--num-pages", "128")
+    command = [sys.executable, "-m", "perdure", "serve", str(tiny), *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            line = next((line for line in server.stderr if line.startswith("serving ")), "")
+            body = {"prompt": prompt(9), "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+            url = f"{line.split()[-1]}/v1/completions"
+            answer = httpx.post(url, json={**body, "return_token_ids": True}, timeout=PATIENCE_S).json()
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(PATIENCE_S) == 0
+        finally:
+            server.kill()
+    (truth,) = direct.generate([prompt(9)], settings(max_tokens=8))
+    assert answer["choices"][0]["token_ids"] == truth.outputs[0].token_ids
+    witness("ray-served", tokens=len(truth.outputs[0].token_ids))
+
+
 def test_what_keeps_replicas_from_beginning_is_told(cluster: Any, tmp_path: Path) -> None:
-    errors: list[PerdureError] = []
-    config = EngineConfig.of(model=str(tmp_path / "nothing"))
-    endpoint = f"ipc://{tmp_path}/c"
-    replicas = RayReplicas(config, endpoint, None, 1, Place(address=cluster.address), errors.append)
-    try:
-        wait_until(lambda: bool(errors), "it is told")
-    finally:
-        replicas.end()
-    assert str(tmp_path / "nothing") in str(errors[0])
+    with pytest.raises(PerdureError, match=str(tmp_path / "nothing")):
+        LLM(str(tmp_path / "nothing"), **on(cluster))

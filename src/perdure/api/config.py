@@ -17,6 +17,7 @@ from perdure.api.sampling import LogprobsMode
 OnMismatch = Literal["continue", "refuse"]
 RoutingPolicy = Literal["round_robin", "load_balanced", "longest_prefix", "first_prefix_block"]
 OnReplicaLoss = Literal["resume", "fail"]
+Launcher = Literal["local", "ray"]
 
 
 class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +69,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     on_mismatch: whether a checkpoint whose bits come from another kind of engine goes on, with `exact=False` in its
     result, or is refused.
     data_parallel_size: how many engines, each in a process of its own, behind one coordinator; what follows is for
-    that one. routing_policy: by turns, by load, or by who was sent the beginning of the prompt, wholly or its
+    that one. launcher: where they run; "local" = on this machine, and one alone in this process; "ray" = over the Ray
+    cluster at ray_address (auto = this machine's), each with replica_cpus cores and as many threads, and replica_gpus
+    GPUs. routing_policy: by turns, by load, or by who was sent the beginning of the prompt, wholly or its
     first page. routing_alpha: what load counts against a prefix (0: nothing). affinity_ttl: seconds after which a
     prefix that was sent counts no more. on_replica_loss: whether the requests of a replica that is lost go on at
     others or fail. replica_wait_s: how long requests wait where no replica serves. replica_silence_s: after how long
@@ -133,6 +136,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     check_integrity: bool = False
     poison_free_pages: bool = False
     data_parallel_size: int = 1
+    launcher: Launcher = "local"
+    replica_cpus: int = 1
+    replica_gpus: int = 0
+    ray_address: str = "auto"
     routing_policy: RoutingPolicy = "longest_prefix"
     routing_alpha: float = 0.5
     affinity_ttl: float = 300.0
@@ -236,6 +243,8 @@ _RANGES: tuple[tuple[str, int, int | None], ...] = (
     ("cuda_graph_mixed_prefill", 0, None),
     ("max_num_waiting", 1, None),
     ("data_parallel_size", 1, 65536),
+    ("replica_cpus", 1, 65536),
+    ("replica_gpus", 0, 65536),
 )
 _SECONDS_AND_WEIGHTS: tuple[tuple[str, float, float], ...] = (
     ("routing_alpha", 0, 1e6),
@@ -245,7 +254,7 @@ _SECONDS_AND_WEIGHTS: tuple[tuple[str, float, float], ...] = (
     ("replica_stall_s", 0.5, 1e9),
     ("grammar_timeout_s", 0.1, 1e6),
 )
-_TEXTS = ("model", "tokenizer", "journal")
+_TEXTS = ("model", "tokenizer", "journal", "ray_address")
 _BOOLEANS = (
     "admit_beside_paused",
     "enable_prefix_caching",
@@ -280,6 +289,7 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kv_cache_dtype", ("auto", "fp8")),
     ("kv_memory", ("device", "managed")),
     ("quantization", ("gguf", "fp8")),
+    ("launcher", get_args(Launcher)),
     ("routing_policy", get_args(RoutingPolicy)),
     ("on_replica_loss", get_args(OnReplicaLoss)),
     ("cuda_graph_sizing", ("exponential", "linear", "hybrid")),

@@ -1,12 +1,11 @@
 """`perdure coordinator`: the program that clients and replicas of several processes or machines meet at."""
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from perdure import EngineConfig, InvalidValue
-from perdure.cli.options import EngineOptions, SecretOption, spelled_out
+from perdure.cli.options import EngineOptions, LauncherOptions, SecretOption, spelled_out
 from perdure.cli.output import remark
 
 _DEFAULT = EngineConfig()
@@ -14,32 +13,6 @@ _DEFAULT = EngineConfig()
 
 def _launcher(text: str) -> Any:
     return typer.Option(help=text, rich_help_panel="Launcher")
-
-
-@dataclass(frozen=True)
-class LauncherOptions:
-    """Whether replicas are started from here, and where."""
-
-    launcher: Annotated[
-        str | None, _launcher("ray: start replicas of --model over a Ray cluster, and lost ones again.")
-    ] = None
-    replicas: Annotated[int, _launcher("How many.")] = 1
-    replica_cpus: Annotated[int, _launcher("Cores, and threads, of each.")] = 1
-    replica_gpus: Annotated[int, _launcher("GPUs of each.")] = 0
-    ray_address: Annotated[str, _launcher("Of the cluster; auto: the one that this machine is of.")] = "auto"
-    drain: Annotated[float, _launcher("Seconds that requests may go on after SIGTERM.")] = 0.0
-
-    def check(self, engine: EngineOptions) -> None:
-        """Raises `InvalidValue`."""
-        if self.launcher is None:
-            if self != LauncherOptions() or engine != EngineOptions():
-                raise InvalidValue("options of replicas are for those started from here: give --launcher ray")
-            return
-        if self.launcher != "ray":
-            raise InvalidValue(f"--launcher: {self.launcher!r} is not ray")
-        for name, least in (("replicas", 1), ("replica_cpus", 1), ("replica_gpus", 0), ("drain", 0)):
-            if getattr(self, name) < least:
-                raise InvalidValue(f"--{name.replace('_', '-')}: {getattr(self, name)} is less than {least}")
 
 
 @spelled_out
@@ -61,14 +34,23 @@ def coordinator(
         float, typer.Option(help="Seconds that requests wait where no replica serves.")
     ] = _DEFAULT.replica_wait_s,
     secret_file: SecretOption = None,
+    replicas: Annotated[int, _launcher("How many.")] = 1,
+    drain: Annotated[float, _launcher("Seconds that requests may go on after SIGTERM.")] = 0.0,
 ) -> None:
     """Route requests of many clients over the replicas that join. Ends with SIGTERM or Ctrl-C.
 
     Where it can be reached stands on stderr. An endpoint of other machines needs --secret-file.
     """
-    launch.check(engine)
+    placed = launch.settings()
+    if not placed and (engine, replicas, drain) != (EngineOptions(), 1, 0.0):
+        raise InvalidValue("options of replicas are for those started from here: give --launcher ray")
+    for name, value, least in (("replicas", replicas, 1), ("drain", drain, 0)):
+        if value < least:
+            raise InvalidValue(f"--{name}: {value} is less than {least}")
     config = EngineConfig.of(
         **engine.settings(),
+        **placed,
+        data_parallel_size=replicas,
         routing_policy=policy,
         routing_alpha=alpha,
         affinity_ttl=affinity_ttl,
@@ -80,13 +62,12 @@ def coordinator(
     def say(where: str) -> None:
         remark(f"coordinator at {where}")
 
-    if launch.launcher is None:
+    if not placed:
         from perdure.coordinator.service import serve
 
         serve(bind, secret, config, say)
         return
 
-    from perdure.engine.on_ray import Place, serve_on_ray
+    from perdure.engine.on_ray import serve_on_ray
 
-    place = Place(launch.replica_cpus, launch.replica_gpus, launch.ray_address)
-    serve_on_ray(bind, secret, config, launch.replicas, place, launch.drain, say)
+    serve_on_ray(bind, secret, config, drain, say)

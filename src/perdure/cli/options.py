@@ -71,6 +71,30 @@ class EngineOptions:
         return given
 
 
+def _launcher(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel="Launcher")
+
+
+@dataclass(frozen=True)
+class LauncherOptions:
+    """Whether replicas are started over a cluster, and what each gets of it."""
+
+    launcher: Annotated[str | None, _launcher("ray: place replicas over a Ray cluster, and lost ones anew.")] = None
+    replica_cpus: Annotated[int, _launcher("Cores, and threads, of each.")] = _ENGINE.replica_cpus
+    replica_gpus: Annotated[int, _launcher("GPUs of each.")] = _ENGINE.replica_gpus
+    ray_address: Annotated[str, _launcher("Of the cluster; auto: the one that this machine is of.")] = (
+        _ENGINE.ray_address
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """Keywords for `LLM` and `AsyncLLM`; none without a launcher. Raises `InvalidValue`."""
+        if self.launcher not in (None, "ray"):
+            raise InvalidValue(f"--launcher: {self.launcher!r} is not ray")
+        if self.launcher is None and self != LauncherOptions():
+            raise InvalidValue("--replica-cpus, --replica-gpus, --ray-address are of a cluster: give --launcher ray")
+        return {} if self.launcher is None else asdict(self)
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """How tokens are drawn, and when to stop."""

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from perdure import EngineConfig
-from perdure.cli.options import EngineOptions, spelled_out
+from perdure import EngineConfig, InvalidValue
+from perdure.cli.options import EngineOptions, LauncherOptions, SecretOption, spelled_out
 from perdure.cli.output import remark
 
 KEY_VARIABLE, CONTROL_KEY_VARIABLE = "PERDURE_API_KEY", "PERDURE_CONTROL_KEY"
@@ -21,11 +21,16 @@ def _option(text: str, *names: str, metavar: str | None = None) -> Any:
 @spelled_out
 def serve(
     engine: EngineOptions,
+    launch: LauncherOptions,
     model_argument: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
     ] = None,
     data_parallel_size: Annotated[int, _option("Engines, each in a process of its own, behind one coordinator.")] = 1,
     max_num_waiting: Annotated[int | None, _option("Most requests that wait; more are refused with 429.")] = None,
+    connect: Annotated[
+        str | None, _option("Serve what a coordinator that is there already has.", metavar="ENDPOINT")
+    ] = None,
+    secret_file: SecretOption = None,
     host: Annotated[str, _option("Where to listen; 0.0.0.0 is for everybody.")] = "127.0.0.1",
     port: Annotated[int, _option("0: some free one.")] = 8000,
     served_model_name: Annotated[str | None, _option("What clients call the model.")] = None,
@@ -48,18 +53,24 @@ def serve(
     log_requests: Annotated[bool, _option("A line of JSON on stderr for each request.", "--log-requests")] = False,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's interface. Ends with SIGTERM or Ctrl-C, when requests have ended."""
-    settings = engine.settings()
+    settings = engine.settings() | launch.settings()
     if model_argument is not None:
         settings["model"] = model_argument
     settings["data_parallel_size"] = data_parallel_size
     if max_num_waiting is not None:
         settings["max_num_waiting"] = max_num_waiting
     config = EngineConfig.of(**settings)
+    if connect is not None and config != EngineConfig():
+        raise InvalidValue("--connect: replicas that are there have settings of their own: give none of an engine here")
+    if connect is None and secret_file is not None:
+        raise InvalidValue("--secret-file is the coordinator's that --connect names: give both")
 
     from perdure.server.config import ServeConfig
     from perdure.server.serve import serve as run
 
     serving: dict[str, Any] = {
+        "connect": connect,
+        "secret_file": None if secret_file is None else str(secret_file),
         "host": host,
         "port": port,
         "served_model_name": served_model_name,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from perdure.coordinator.messages import OF_TENSORS
+from perdure.engine.scratch import Scratch
 from perdure.models.safetensors_file import DTYPES
 from perdure.models.store import SINGLE_FILE, Store
 
@@ -107,7 +108,7 @@ class TakenTensors:
     """folder: shared by replicas of one machine that are started together; None = one of its own, once it is needed."""
 
     def __init__(self, folder: str | None) -> None:
-        self._is_own = folder is None
+        self._own: Scratch | None = None
         self._folder = None if folder is None else Path(folder)
 
     def find(self, source: str) -> Path | None:
@@ -119,7 +120,8 @@ class TakenTensors:
 
     def begin(self, source: str) -> Taking:
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="perdure-weights-"))
+            self._own = Scratch()
+            self._folder = self._own.path
         return Taking(source, self._folder)
 
     def given(self, source: str, first: int) -> tuple[bytes, int] | None:
@@ -137,8 +139,8 @@ class TakenTensors:
             shutil.rmtree(_directory(self._folder, source), ignore_errors=True)
 
     def close(self) -> None:
-        if self._is_own and self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._own is not None:
+            self._own.remove()
 
 
 def _directory(folder: Path, source: str) -> Path:

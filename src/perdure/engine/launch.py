@@ -1,7 +1,7 @@
-"""`LocalEngine`: a coordinator and replicas as processes of this machine, and a client of theirs, as one engine.
+"""`FleetEngine`: a coordinator and replicas that were started for it, and a client of theirs, as one engine.
 
-- They start together and are ready when every replica serves. One that dies is started again; its requests go on
-  elsewhere meanwhile.
+- As processes of this machine they start together and are ready when every replica serves. One that dies is started
+  again; its requests go on elsewhere meanwhile.
 - They end with this process, however it ends: each watches an input whose other end is here.
 - Threads and GPUs of the machine are divided among the replicas (`share`).
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Protocol
 
 import msgspec
 import torch
@@ -30,6 +30,7 @@ from perdure.coordinator import service
 from perdure.coordinator.router import Routing
 from perdure.engine import replica
 from perdure.engine.remote import RemoteEngine
+from perdure.engine.scratch import Scratch
 from perdure.engine.share import environments
 
 log = logging.getLogger("perdure")
@@ -47,8 +48,8 @@ class Child:
 
     def __init__(self, module: str, settings: msgspec.Struct, env: dict[str, str]) -> None:
         self._module = module
-        self._settings = msgspec.json.encode(settings) + b"\n"
         self._env = env
+        self.become(settings)
         self.start()
 
     def start(self) -> None:
@@ -98,28 +99,21 @@ class Child:
         self.end(0.0)
         self.start()
 
+    def become(self, settings: msgspec.Struct) -> None:
+        """What it is told when it is started again."""
+        self._settings = msgspec.json.encode(settings) + b"\n"
 
-class Processes:
-    """The coordinator and the replicas, watched by a thread that starts dead ones again."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        env, of_replicas = environments(config, os.environ, len(os.sched_getaffinity(0)), torch.cuda.device_count())
-        self._folder = tempfile.mkdtemp(prefix="perdure-")
-        self.endpoint = f"ipc://{self._folder}/coordinator"
+class Children:
+    """Processes that are watched by a thread, which starts dead ones again."""
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
         self._ending = threading.Event()
         self._watcher: threading.Thread | None = None
-        self.children: list[Child] = []
-        try:
-            where = service.Settings(self.endpoint, Routing.of(config))
-            self.children.append(Child(service.__name__, where, env))
-            for index in range(config.data_parallel_size):
-                settings = replica.Settings(of_replica(config, index), self.endpoint, folder=self._folder)
-                self.children.append(Child(replica.__name__, settings, of_replicas[index]))
-            for child in self.children:
-                child.ready()
-        except BaseException:
-            self.end()
-            raise
+
+    def watch(self) -> None:
+        """From now on. All are ready."""
         self._watcher = threading.Thread(target=self._watch, name="perdure-processes", daemon=True)
         self._watcher.start()
 
@@ -147,41 +141,93 @@ class Processes:
                 child.process.stdin.close()
         for child in self.children:
             child.end(give_up_at - time.monotonic())
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class LocalEngine(RemoteEngine):
-    """`data_parallel_size` engines as one. Raises what their start raises."""
+class Fleet(Protocol):
+    """A coordinator and `data_parallel_size` replicas, which are started from here. hopeless: done = no replica will
+    ever serve, for this reason."""
+
+    endpoint: str
+    secret: str | None
+    hopeless: Future[PerdureError]
+
+    def leave(self) -> None:
+        """From now on all are meant to end."""
+
+    def end(self, timeout_s: float = STOP_S) -> None:
+        """Leave nothing behind."""
+
+
+class Processes(Children):
+    """A fleet on this machine."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._processes = Processes(config)
+        super().__init__()
+        env, of_replicas = environments(config, os.environ, len(os.sched_getaffinity(0)), torch.cuda.device_count())
+        self.secret: str | None = None
+        self.hopeless: Future[PerdureError] = Future()
+        self.scratch = Scratch()
+        folder = str(self.scratch.path)
+        self.endpoint = f"ipc://{folder}/coordinator"
+        try:
+            where = service.Settings(self.endpoint, Routing.of(config))
+            self.children.append(Child(service.__name__, where, env))
+            for index in range(config.data_parallel_size):
+                settings = replica.Settings(of_replica(config, index), self.endpoint, folder=folder)
+                self.children.append(Child(replica.__name__, settings, of_replicas[index]))
+            for child in self.children:
+                child.ready()
+        except BaseException:
+            self.end()
+            raise
+        self.watch()
+
+    def end(self, timeout_s: float = STOP_S) -> None:
+        super().end(timeout_s)
+        self.scratch.remove()
+
+
+class FleetEngine(RemoteEngine):
+    """A fleet as one engine, which ends it. Raises what its start raises."""
+
+    def __init__(self, config: EngineConfig, fleet: Fleet) -> None:
+        self.fleet = fleet
         try:
             super().__init__(
-                self._processes.endpoint,
+                fleet.endpoint,
+                secret=fleet.secret,
                 tokenizer=config.tokenizer,
                 return_prompt=config.return_prompt,
                 progress=config.progress,
                 num_replicas=config.data_parallel_size,
                 patience_s=START_S,
+                hopeless=fleet.hopeless,
             )
         except BaseException:
-            self._processes.end()
+            fleet.end()
             raise
 
     def close(self, farewell_s: float = STOP_S) -> None:
         """Every request ends with what it has, then the replicas and the coordinator."""
         give_up_at = time.monotonic() + farewell_s
-        self._processes.leave()
+        self.fleet.leave()
         if self._dead is None:
             try:
                 self.ask(cmd.Stop).result(farewell_s)
             except (PerdureError, FutureTimeout) as error:
                 log.warning("replicas did not stop by themselves: %s", error)
         super().close(give_up_at - time.monotonic())
-        self._processes.end(give_up_at - time.monotonic())
+        self.fleet.end(give_up_at - time.monotonic())
 
 
 def of_replica(config: EngineConfig, index: int) -> EngineConfig:
     """What one of several is told to be."""
     journal = None if config.journal is None else f"{config.journal}.{index}"
-    return replace(config, replica=config.replica + index, data_parallel_size=1, journal=journal, progress=False)
+    return replace(
+        config,
+        replica=config.replica + index,
+        data_parallel_size=1,
+        launcher="local",
+        journal=journal,
+        progress=False,
+    )

@@ -8,35 +8,32 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from perdure.api.config import EngineConfig
 from perdure.api.errors import InvalidValue, PerdureError, described
 from perdure.api.event import Failure
+from perdure.coordinator import service
 from perdure.coordinator.router import Routing
-from perdure.coordinator.service import Service
 from perdure.coordinator.wire import LOCAL_HOSTS, read_secret
-from perdure.engine.launch import LEAST_LIFE_S, STOP_S, of_replica
+from perdure.engine.launch import LEAST_LIFE_S, STOP_S, Child, Children, of_replica
 from perdure.engine.replica import Replica, Settings
+from perdure.engine.share import with_package
 
 log = logging.getLogger("perdure")
 
 LOOK_S = 1.0
 """How long the watcher waits before it looks whether it shall end."""
-
-
-class Place(NamedTuple):
-    """What a replica needs of its node. address: of the cluster; auto = that of this machine."""
-
-    num_cpus: float = 1
-    num_gpus: float = 0
-    address: str = "auto"
 
 
 class ReplicaActor:
@@ -84,40 +81,33 @@ class _Placed(NamedTuple):
 
 
 class RayReplicas:
-    """`num_replicas` actors, watched by a thread. gave_up(error): called once if one cannot begin, as its settings are
-    wrong. Raises `InvalidValue` where there is no Ray, no cluster, or no node that could hold one."""
+    """`data_parallel_size` actors, watched by a thread. gave_up(error): called once if one cannot begin, as its
+    settings are wrong. Raises `InvalidValue` where there is no Ray, no cluster, or no node that could hold one."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        endpoint: str,
-        secret: str | None,
-        num_replicas: int,
-        place: Place,
-        gave_up: Callable[[PerdureError], None],
+        self, config: EngineConfig, endpoint: str, secret: str | None, gave_up: Callable[[PerdureError], None]
     ) -> None:
         self._ray = _ray()
         self._connects = not self._ray.is_initialized()
         if self._connects:
-            self._connect(place.address)
+            self._connect(config.ray_address)
         self._gave_up = gave_up
         self._ending = threading.Event()
         try:
             endpoint = self._reachable(endpoint)
-            self._check_room(place, num_replicas)
-            num_threads = max(1, int(place.num_cpus))
+            self._check_room(config)
             self._settings = [
-                msgspec.json.encode(Settings(of_replica(config, index), endpoint, secret, num_threads))
-                for index in range(num_replicas)
+                msgspec.json.encode(Settings(of_replica(config, index), endpoint, secret, config.replica_cpus))
+                for index in range(config.data_parallel_size)
             ]
             self._make = self._ray.remote(ReplicaActor).options(
-                num_cpus=place.num_cpus,
-                num_gpus=place.num_gpus,
+                num_cpus=config.replica_cpus,
+                num_gpus=config.replica_gpus,
                 max_concurrency=4,  # it is asked to leave while it serves
                 max_restarts=0,  # one that is lost may have been lost with its node: it is placed anew
                 scheduling_strategy="SPREAD",
             )
-            self._placed = {index: self._place(index) for index in range(num_replicas)}
+            self._placed = {index: self._place(index) for index in range(config.data_parallel_size)}
         except BaseException:
             self._disconnect()
             raise
@@ -125,8 +115,12 @@ class RayReplicas:
         self._watcher.start()
 
     def _connect(self, address: str) -> None:
+        """A handler that Ray installs for SIGTERM is taken back: signals are the program's."""
+        before = signal.getsignal(signal.SIGTERM)
         try:
             self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, before)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise InvalidValue(f"ray: no cluster at address={address!r}: {described(error)}") from None
 
@@ -149,13 +143,15 @@ class RayReplicas:
             raise InvalidValue(f"endpoint={endpoint!r} cannot be reached from the cluster's node at {elsewhere[0]}")
         return endpoint
 
-    def _check_room(self, place: Place, num_replicas: int) -> None:
+    def _check_room(self, config: EngineConfig) -> None:
         """A cluster may grow; a node with too little never will, but another may come: so it is only said."""
+        wanted = config.data_parallel_size
         held = sum(
-            int(min(_fits(node, "CPU", place.num_cpus), _fits(node, "GPU", place.num_gpus))) for node in self._nodes()
+            int(min(_fits(node, "CPU", config.replica_cpus), _fits(node, "GPU", config.replica_gpus)))
+            for node in self._nodes()
         )
-        if held < num_replicas:
-            log.warning("the cluster has room for %d of %d replicas now: the others wait", held, num_replicas)
+        if held < wanted:
+            log.warning("the cluster has room for %d of %d replicas now: the others wait", held, wanted)
 
     def _place(self, index: int) -> _Placed:
         actor = self._make.remote(self._settings[index])
@@ -201,15 +197,18 @@ class RayReplicas:
         self._ending.set()
 
     def end(self, timeout_s: float = STOP_S) -> None:
-        """Every replica goes; by force what takes too long."""
+        """Every replica goes; by force what takes too long. Harmless when done twice."""
         self.expect_end()
         self._watcher.join()
+        if not self._placed:
+            return
         for one in self._placed.values():
             one.actor.leave.remote()
         serving = [one.serving for one in self._placed.values()]
-        self._ray.wait(serving, num_returns=len(serving), timeout=timeout_s)
+        self._ray.wait(serving, num_returns=len(serving), timeout=max(0.0, timeout_s))
         for one in self._placed.values():
             self._ray.kill(one.actor)
+        self._placed.clear()
         self._disconnect()
 
 
@@ -226,36 +225,65 @@ def _fits(node: dict[str, Any], resource: str, wanted: float) -> float:
     return float(node["Resources"].get(resource, 0.0)) // wanted if wanted else float("inf")
 
 
+class RayFleet(Children):
+    """A fleet over a cluster: the coordinator is a process of this machine, which the cluster's nodes can call at some
+    port, with a secret made for it. Raises `InvalidValue`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__()
+        self.secret: str | None = secrets.token_urlsafe(32)
+        self.hopeless: Future[PerdureError] = Future()
+        settings = service.Settings("tcp://0.0.0.0:*", Routing.of(config), self.secret)
+        coordinator = Child(service.__name__, settings, with_package(os.environ))
+        self.children.append(coordinator)
+        try:
+            bound = coordinator.ready().decode()
+            coordinator.become(replace(settings, endpoint=bound))
+            self._replicas = RayReplicas(config, bound, self.secret, self.hopeless.set_result)
+        except BaseException:
+            super().end()
+            raise
+        self.watch()
+        self.endpoint = f"tcp://127.0.0.1:{bound.rpartition(':')[2]}"
+
+    @property
+    def nodes(self) -> dict[int, str]:
+        return self._replicas.nodes
+
+    def leave(self) -> None:
+        self._replicas.expect_end()
+        super().leave()
+
+    def end(self, timeout_s: float = STOP_S) -> None:
+        give_up_at = time.monotonic() + timeout_s
+        self._replicas.end(timeout_s)
+        super().end(give_up_at - time.monotonic())
+
+
 def serve_on_ray(
-    endpoint: str,
-    secret_file: str | None,
-    config: EngineConfig,
-    num_replicas: int,
-    place: Place,
-    drain_s: float,
-    say: Callable[[str], None],
+    endpoint: str, secret_file: str | None, config: EngineConfig, drain_s: float, say: Callable[[str], None]
 ) -> None:
     """A coordinator as a program of its own, with its replicas on a cluster. SIGTERM: no new request is taken, those
     that are here have `drain_s` seconds, then all end; a second one ends at once. Raises what keeps replicas from
     beginning."""
     secret = read_secret(secret_file)
-    service = Service(endpoint, Routing.of(config), secret)
+    served = service.Service(endpoint, Routing.of(config), secret)
     errors: list[PerdureError] = []
 
     def give_up(error: PerdureError) -> None:
         errors.append(error)
-        service.stop()
+        served.stop()
 
-    replicas = RayReplicas(config, service.endpoint, secret, num_replicas, place, give_up)
+    replicas = RayReplicas(config, served.endpoint, secret, give_up)
 
     def drain(number: int, frame: object) -> None:
         replicas.expect_end()
-        service.drain(drain_s)
+        served.drain(drain_s)
 
     signal.signal(signal.SIGTERM, drain)
-    say(service.endpoint)
+    say(served.endpoint)
     try:
-        service.run()
+        served.run()
     finally:
         replicas.end()
     for error in errors:

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
-from perdure.api.errors import EngineDead, InvalidValue, described
+from perdure.api.errors import EngineDead, InvalidValue, PerdureError, described
 from perdure.api.event import Failure
 from perdure.api.request import Request, RequestId
 from perdure.coordinator import messages as m
@@ -48,7 +48,8 @@ MOST_UNSENT = 64 * 2**20
 
 class RemoteEngine(Desk):
     """Raises `InvalidValue` if the coordinator does not want us, and `EngineDead` if nobody serves within
-    `patience_s`. num_replicas: how many must serve before this is ready. tokenizer: another one than the replicas'."""
+    `patience_s`. num_replicas: how many must serve before this is ready. tokenizer: another one than the replicas'.
+    hopeless: done = they never will, for this reason, which is raised; later it is the end."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class RemoteEngine(Desk):
         progress: bool = False,
         num_replicas: int = 1,
         patience_s: float = PATIENCE_S,
+        hopeless: Future[PerdureError] | None = None,
     ) -> None:
         super().__init__()
         self.reporter = Reporter(progress)
@@ -81,8 +83,10 @@ class RemoteEngine(Desk):
         self._wanted = num_replicas
         self._changed = threading.Condition(self._lock)
         self._is_closing = self._is_closed = False
+        self._hopeless = Future() if hopeless is None else hopeless
         self._thread = threading.Thread(target=self._run, name="perdure-client", daemon=True)
         self._thread.start()
+        self._hopeless.add_done_callback(lambda told: self._socket.waker.wake())
         self._wait_until_ready(tokenizer)
 
     def _wait_until_ready(self, tokenizer: str | None) -> None:
@@ -95,6 +99,8 @@ class RemoteEngine(Desk):
         refused = self._refused
         if details is None or dead is not None or self._num_serving < self._wanted:
             self.close()
+            if self._hopeless.done():
+                raise self._hopeless.result()
             if refused is not None:
                 raise InvalidValue(f"endpoint={self.endpoint!r}: the coordinator refuses this client: {refused}")
             serving = f"{self._num_serving} of {self._wanted} replicas serve"
@@ -186,6 +192,9 @@ class RemoteEngine(Desk):
         try:
             with self._socket:
                 while not self._is_closed and self._refused is None:
+                    if self._hopeless.done():
+                        reason = str(self._hopeless.result())
+                        break
                     self._turn()
                     if time.monotonic() - self._caller.heard_at > self._patience_s:
                         reason = f"no word from the coordinator at {self.endpoint} for {self._patience_s:g} s"

@@ -38,6 +38,7 @@ from perdure.engine.bridge import Bridge, Condition
 from perdure.engine.engine import Engine
 from perdure.engine.given import TakenTensors, Taking
 from perdure.engine.holdings import Holdings
+from perdure.engine.scratch import remove_if_left
 from perdure.models.store import Store
 
 log = logging.getLogger("perdure")
@@ -316,6 +317,9 @@ def main() -> int:
     except PerdureError as error:
         log.error("replica %d: %s", settings.config.replica, error)
         return 1
+    finally:
+        if settings.folder is not None:
+            remove_if_left(Path(settings.folder))
     return 0
 
 

@@ -22,8 +22,7 @@ def environments(
 ) -> tuple[dict[str, str], list[dict[str, str]]]:
     """The coordinator's environment, which is `env` with the place where this package lies, and each replica's.
     num_gpus: of the machine, as far as `env` lets us see. Raises `InvalidValue`."""
-    here = str(Path(__file__).parents[2])
-    common = {**env, "PYTHONPATH": os.pathsep.join([here, *filter(None, [env.get("PYTHONPATH")])])}
+    common = with_package(env)
     num_replicas = config.data_parallel_size
     replica = {"OMP_NUM_THREADS": str(max(1, num_cpus // num_replicas)), **common}
     gpus = [] if config.device == "cpu" else _visible(env, num_gpus)
@@ -31,6 +30,12 @@ def environments(
         return common, [replica] * num_replicas
     _check_memory(config, gpus)
     return common, [{**replica, VISIBLE: gpus[index % len(gpus)]} for index in range(num_replicas)]
+
+
+def with_package(env: Mapping[str, str]) -> dict[str, str]:
+    """This environment, and the place where this package lies."""
+    here = str(Path(__file__).parents[2])
+    return {**env, "PYTHONPATH": os.pathsep.join([here, *filter(None, [env.get("PYTHONPATH")])])}
 
 
 def _visible(env: Mapping[str, str], num_gpus: int) -> list[str]:

@@ -9,8 +9,12 @@ from perdure.engine.engine import Engine
 
 def start(config: EngineConfig) -> Desk:
     """Ready to generate. Raises `ModelLoadError` and `InvalidValue`."""
-    if config.data_parallel_size == 1:
+    if config.launcher == "local" and config.data_parallel_size == 1:
         return Engine(config)
-    from perdure.engine.launch import LocalEngine
+    from perdure.engine.launch import FleetEngine, Processes
 
-    return LocalEngine(config)
+    if config.launcher == "local":
+        return FleetEngine(config, Processes(config))
+    from perdure.engine.on_ray import RayFleet
+
+    return FleetEngine(config, RayFleet(config))

@@ -13,9 +13,11 @@ ReasoningParserName = Literal["none", "think"]
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """host, port: where it listens; port 0 is some free one. served_model_name: what clients call the model; None = as
-    it was given. api_keys: one of these must come with every request; () = none is asked. control_keys: the same of
-    control verbs; () = these are refused to everybody, unless open_control gives them to whoever can reach the server.
+    """connect: a coordinator's endpoint, whose replicas are served, with the secret in secret_file if it has one;
+    None = an engine of the server's own. host, port: where it listens; port 0 is some free one. served_model_name: what
+    clients call the model; None = as it was given. api_keys: one of these must come with every request; () = none is
+    asked. control_keys: the same of control verbs; () = these are refused to everybody, unless open_control gives them
+    to whoever can reach the server.
     allowed_origins: web pages of these may call. ssl_certfile, ssl_keyfile: for HTTPS.
     max_body_bytes: of a request. drain_timeout_s: how long requests may still take after SIGTERM.
     tool_call_parser: how calls of tools stand in the model's text; auto = as its chat template writes them.
@@ -23,6 +25,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: a line of JSON on stderr for each request.
     """
 
+    connect: str | None = None
+    secret_file: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None

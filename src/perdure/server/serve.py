@@ -33,7 +33,7 @@ def serve(config: EngineConfig, serving: ServeConfig, say: Callable[[str], None]
     """Serve until a signal. say: is told where, once it is ready. Raises what the engine's start raises."""
     listening = bound_socket(serving)
     try:
-        llm = AsyncLLM(**{name: getattr(config, name) for name in config.__struct_fields__})
+        llm = start(config, serving)
     except BaseException:
         listening.close()
         raise
@@ -41,6 +41,13 @@ def serve(config: EngineConfig, serving: ServeConfig, say: Callable[[str], None]
         asyncio.run(_serve(llm, serving, listening, say))
     finally:
         llm.shutdown()
+
+
+def start(config: EngineConfig, serving: ServeConfig) -> AsyncLLM:
+    """What is behind the server: an engine of this configuration, or the replicas of a coordinator."""
+    if serving.connect is not None:
+        return AsyncLLM.connect(serving.connect, tokenizer=config.tokenizer, secret_file=serving.secret_file)
+    return AsyncLLM(**{name: getattr(config, name) for name in config.__struct_fields__})
 
 
 def bound_socket(serving: ServeConfig) -> socket.socket:
@@ -73,7 +80,11 @@ async def _serve(llm: AsyncLLM, serving: ServeConfig, listening: socket.socket, 
 
 
 async def warm_up(front: Front) -> None:
-    """One token, and then as after start: what comes first must not depend on this."""
+    """One token, and then as after start: what comes first must not depend on this. Replicas that served others before
+    are left as they are."""
+    if front.config.connect is not None:
+        front.is_warm = True
+        return
     await front.llm.generate([0], SamplingParams(max_tokens=1, detokenize=False))
     await front.llm.reset()
     front.is_warm = True
