@@ -181,9 +181,11 @@ class Storm(RuleBasedStateMachine):
         return self.home.state != "running"
 
     def _order(self, *asked: Future[object]) -> None:
-        for one in asked:
-            self.home.answer(one)
-        self._judge()
+        try:
+            for one in asked:
+                self.home.answer(one)
+        finally:  # a refused order takes turns, too, in which others end
+            self._judge()
 
     @precondition(_is_busy)
     @rule(mode=st.sampled_from(["keep", "keep", "wait", "abort"]))
