@@ -124,9 +124,10 @@ class Grammars:
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         ahead = matcher
         if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask finds what building did not
+            mask = matcher.compute_bitmask()  # the first mask finds what building did not
             ahead = matcher.deep_copy()
-            if forced := ahead.compute_ff_tokens():  # where all must follow from here, it may be without end
+            forced = ahead.compute_ff_tokens()  # where all must follow from here, it may be without end
+            if forced and _allows(mask, forced[0]):  # not a special id, whose name the text spells
                 ahead.consume_token(forced[0])
         if fault := fault_of(matcher) or fault_of(ahead):
             raise InvalidValue(f"{asked.shown}: {fault}")
@@ -155,6 +156,10 @@ class Grammars:
 def fault_of(matcher: LLMatcher) -> str:
     """Why an output cannot go on, once its mask was computed; empty if it can, or is complete."""
     return _told_briefly(matcher.get_error()) if matcher.is_error() else ""
+
+
+def _allows(mask: bytes, token: int) -> bool:
+    return bool(mask[token >> 3] >> (token & 7) & 1)
 
 
 def _grammar_of(asked: StructuredOutputsParams) -> str:
