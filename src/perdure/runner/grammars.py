@@ -37,6 +37,7 @@ TOO_LARGE = (
     "Too many states",
 )
 """What llguidance says of its limits, which nobody can set here."""
+SPELLS_SPECIAL = "what must follow spells the name of a special id, and llguidance takes it for that id"
 MISSING = "structured_outputs needs llguidance, which is not installed: pip install 'perdure[structured]'"
 
 
@@ -124,10 +125,9 @@ class Grammars:
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         ahead = matcher
         if not matcher.is_error():
-            mask = matcher.compute_bitmask()  # the first mask finds what building did not
+            matcher.compute_bitmask()  # the first mask finds what building did not
             ahead = matcher.deep_copy()
-            forced = ahead.compute_ff_tokens()  # where all must follow from here, it may be without end
-            if forced and _allows(mask, forced[0]):  # not a special id, whose name the text spells
+            if forced := ahead.compute_ff_tokens():  # where all must follow from here, it may be without end
                 ahead.consume_token(forced[0])
         if fault := fault_of(matcher) or fault_of(ahead):
             raise InvalidValue(f"{asked.shown}: {fault}")
@@ -158,10 +158,6 @@ def fault_of(matcher: LLMatcher) -> str:
     return _told_briefly(matcher.get_error()) if matcher.is_error() else ""
 
 
-def _allows(mask: bytes, token: int) -> bool:
-    return bool(mask[token >> 3] >> (token & 7) & 1)
-
-
 def _grammar_of(asked: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher, grammar_from
 
@@ -188,6 +184,8 @@ def _told_briefly(message: str) -> str:
         return "nothing can follow that satisfies it"
     if "Too many items" in message and "ff_tokens" in message:
         return "what must follow is endless, or too long to be kept track of"
+    if "doesn't satisfy the grammar; forced bytes" in message:
+        return SPELLS_SPECIAL
     if any(sign in message for sign in TOO_LARGE):
         return "it is too large to be kept track of: fewer or shorter repetitions and alternatives are needed"
     lines = [line.strip() for line in message.splitlines() if line.strip() and "<non-verbose/>" not in line]
