@@ -302,3 +302,27 @@ def test_parts_of_several_replicas_reach_a_client_as_one_message_and_never_chang
     bench.part(2, two.number, 2, [9])
     (later,) = bench.sent(A, m.Parts)
     assert later.token_ids == [[9]], "what was taken is not added to"
+
+
+def test_who_looks_sees_loads_owners_and_the_lost() -> None:
+    bench = Bench()
+    for number in range(3):
+        bench.submit(A, number)
+    bench.submit(B, 7)
+    bench.now = 5.0
+
+    def look() -> tuple[list[tuple[int, str, int, float]], list[tuple[int, int]]]:
+        bench.take(A, m.Look(1))
+        (seen,) = bench.sent(A, m.Seen)
+        return [(one.index, one.state, one.num_requests, one.for_s) for one in seen.replicas], seen.owners
+
+    assert look() == ([(0, "serving", 2, 5.0), (1, "serving", 2, 5.0)], [(0, 0), (1, 1), (2, 0)])
+    bench.lose(2)
+    bench.now = 8.0
+    assert look() == ([(0, "serving", 4, 8.0), (1, "lost", 0, 3.0)], [(0, 0), (1, 0), (2, 0)])
+    bench.join(3, 1, name="another")
+    assert look()[0] == [(0, "serving", 4, 8.0), (1, "serving", 0, 0.0)]
+    bench.take(3, m.Leave())
+    assert look()[0] == [(0, "serving", 4, 8.0)], "one that says farewell is not lost"
+    bench.lose(1)
+    assert look() == ([(0, "lost", 0, 0.0)], []), "with nobody there it is answered too"

@@ -140,6 +140,13 @@ class GetStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ticket: int
 
 
+class GetReplicas(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Of a client: who serves, answered by the coordinator at once, whatever the replicas are doing, with an
+    `api.output.Replicas`."""
+
+    ticket: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End every request with what it has, then the loop. Answered when drained."""
 
@@ -150,5 +157,15 @@ Order = Pause | Suspend | Resume | Reset | UpdateWeights
 """Commands that change the engine's state; each waits for those before it."""
 
 Command = (
-    Submit | Prepared | Abort | TakeCheckpoint | Order | ResetPrefixCache | PinPrefix | UnpinPrefix | GetStats | Stop
+    Submit
+    | Prepared
+    | Abort
+    | TakeCheckpoint
+    | Order
+    | ResetPrefixCache
+    | PinPrefix
+    | UnpinPrefix
+    | GetStats
+    | GetReplicas
+    | Stop
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from perdure.api.event import FinishReason
@@ -94,6 +96,26 @@ class RequestOutput(msgspec.Struct, frozen=True):
     exact: bool = True
     metrics: RequestMetrics | None = None
     error: Exception | None = None
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    """One engine of those that serve together. index: its place among them. num_requests: that it has now, whoever
+    submitted them. for_s: how long it has been so.
+
+    state: serving; joining, which is being brought into line with the others; lost, until another takes its place.
+    """
+
+    index: int
+    state: Literal["serving", "joining", "lost"]
+    num_requests: int
+    for_s: float
+
+
+class Replicas(msgspec.Struct, frozen=True):
+    """owners: the index of the replica that computes a request, of the requests of whoever asks."""
+
+    replicas: list[ReplicaStatus]
+    owners: dict[RequestId, int]
 
 
 class Stats(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ from perdure.api.ending import Ending, Failure
 from perdure.api.errors import StateError
 from perdure.api.event import Event
 from perdure.api.moment import RequestEvent
-from perdure.api.output import Stats
+from perdure.api.output import Replicas, Stats
 from perdure.api.request import Request
 from perdure.api.scores import PackedScores, TokenScores
 from perdure.coordinator import messages as m
@@ -173,6 +173,9 @@ class Submissions:
             case cmd.PinPrefix(ticket):
                 self._asked[ticket] = self._pins[ticket] = command
                 self._say(m.Ask(ticket, command))
+            case cmd.GetReplicas(ticket):
+                self._asked[ticket] = command
+                self._say(m.Look(ticket))
             case cmd.TakeCheckpoint(ticket, _, request_ticket, end):
                 assert request_ticket is not None
                 self._asked[ticket] = command
@@ -252,6 +255,10 @@ class Submissions:
                 return [self._taken(asked, failure, frames, now)]
             case m.Answer(ask, failure):
                 return self._answered(ask, message, failure, now)
+            case m.Seen(ask, replicas, owners):
+                self._asked.pop(ask, None)
+                owned = {self._live[number].request.request_id: at for number, at in owners if number in self._live}
+                return [Told(ev.Done(ask, Replicas(replicas, owned)), now)]
         return []
 
     def _answered(self, ask: int, answer: m.Answer, failure: Failure | None, now: float) -> list[Told]:

@@ -8,11 +8,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from perdure.api import command as cmd
+from perdure.api.output import ReplicaStatus
 from perdure.coordinator.messages import About, Asked, Beat
 
 STALL_S = 30.0
 """A replica with work that completes no step for so long hangs. A large step on a slow machine is shorter."""
+
+
+MOST_LOST = 64
+"""So many lost ones are remembered, for who looks."""
 
 
 class Replica:
@@ -27,6 +34,8 @@ class Replica:
         self.index = about.index
         self.about = about
         self.serves = False
+        self.since = now
+        """When it called."""
         self.lacks_weights = False
         self.pins: dict[int, None] = {}
         self._num_steps = -1
@@ -55,14 +64,24 @@ class Members:
         self._stall_s = stall_s
         self._by_session: dict[int, Replica] = {}
         self._serving: list[Replica] | None = None
+        self.lost: dict[int, float] = {}
+        """When the last replica of an index was lost, until there is another."""
 
     def join(self, replica: Replica) -> None:
         self._by_session[replica.session] = replica
         self._serving = None
+        self.lost.pop(replica.index, None)
 
     def leave(self, session: int) -> Replica | None:
         self._serving = None
         return self._by_session.pop(session, None)
+
+    def lose(self, replica: Replica, now: float) -> None:
+        """It left without a word."""
+        if all(other.index != replica.index for other in self.all):
+            self.lost[replica.index] = now
+        while len(self.lost) > MOST_LOST:
+            del self.lost[next(iter(self.lost))]
 
     def serve(self, session: int, serves: bool) -> None:
         self._by_session[session].serves = serves
@@ -87,6 +106,15 @@ class Members:
 
     def stalled(self, now: float) -> list[int]:
         return [session for session, replica in self._by_session.items() if replica.is_stalled(now, self._stall_s)]
+
+    def status(self, load: Callable[[int], int], now: float) -> list[ReplicaStatus]:
+        """By index. load: how many requests a session has."""
+        found = [
+            ReplicaStatus(one.index, "serving" if one.serves else "joining", load(one.session), now - one.since)
+            for one in self.all
+        ]
+        found += [ReplicaStatus(index, "lost", 0, now - at) for index, at in self.lost.items()]
+        return sorted(found, key=lambda one: one.index)
 
     @property
     def kind(self) -> str | None:

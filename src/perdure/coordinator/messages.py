@@ -17,7 +17,7 @@ from perdure.api import command as cmd
 from perdure.api.ending import Ending, Failure
 from perdure.api.fingerprint import Fingerprint
 from perdure.api.moment import RequestEvent
-from perdure.api.output import Stats
+from perdure.api.output import ReplicaStatus, Stats
 from perdure.api.sampling import LogprobsMode
 from perdure.api.scores import PackedScores
 
@@ -262,6 +262,20 @@ class Held(msgspec.Struct, frozen=True, tag=20, array_like=True):
     gone: list[bytes]
 
 
+class Look(msgspec.Struct, frozen=True, tag=21, array_like=True):
+    """A client asks who serves. The coordinator answers by itself, at once."""
+
+    ask: int
+
+
+class Seen(msgspec.Struct, frozen=True, tag=22, array_like=True):
+    """Who serves, and who was lost of late. owners: pairs (the client's number of a request, its replica's index)."""
+
+    ask: int
+    replicas: list[ReplicaStatus]
+    owners: list[tuple[int, int]]
+
+
 Message = (
     Submit
     | Abort
@@ -283,6 +297,8 @@ Message = (
     | Fetch
     | Piece
     | Held
+    | Look
+    | Seen
 )
 
 

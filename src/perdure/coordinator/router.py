@@ -173,6 +173,13 @@ class Router:
                 self.orders.ask(client, message)
             case m.Piece():
                 self._fetches.answered(client, message, frames)
+            case m.Look(ask):
+                self._send(client, m.Seen(ask, self.members.status(self.entries.load, now), self._owners(client)))
+
+    def _owners(self, client: int) -> list[tuple[int, int]]:
+        """Which replica has which of a client's requests."""
+        owned = [(entry.number, self.members.get(entry.owner or 0)) for entry in self.entries.of_client(client)]
+        return [(number, replica.index) for number, replica in owned if replica is not None]
 
     def _named(self, client: int, number: int) -> Entry | None:
         return self.entries.named(client, number)
@@ -255,6 +262,7 @@ class Router:
                 self._fetches.answered(session, message, frames)
             case m.Leave():
                 self._supersede(session, now)
+                self.members.lost.pop(replica.index, None)
 
     def _ended(self, entry: Entry, message: m.Ended | m.Refused) -> None:
         if isinstance(message, m.Ended) and message.num_left:
@@ -307,6 +315,7 @@ class Router:
         if replica is None:
             return
         self.num_lost_replicas += 1
+        self.members.lose(replica, now)
         self._chooser.table.forget(session)
         for ask, (client, theirs_ask, owner) in list(self._takes.items()):
             if owner == session:

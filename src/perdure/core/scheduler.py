@@ -66,6 +66,8 @@ class Scheduler:
             case cmd.Stop(ticket):
                 self._abort([], [], everything=True)
                 self.requests.events += self._control.stop(ticket)
+            case cmd.GetReplicas():
+                raise AssertionError(f"{command} is for a coordinator")
             case order:
                 self._control.take(order, self.requests.counters.num_requests)
                 if isinstance(order, cmd.Pause) and order.mode == "abort":

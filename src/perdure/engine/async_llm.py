@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, cast
@@ -18,7 +18,7 @@ from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import EngineConfig
 from perdure.api.errors import InvalidValue, PerdureError
 from perdure.api.event import Event
-from perdure.api.output import RequestOutput, Stats
+from perdure.api.output import Replicas, RequestMetrics, RequestOutput, Stats
 from perdure.api.request import Request, RequestId
 from perdure.api.sampling import SamplingParams
 from perdure.coordinator.wire import read_secret
@@ -63,6 +63,20 @@ class Handle:
     @property
     def receiver(self) -> Arrivals:
         return self._receiver
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """What has happened to it until now, as far as it is known here."""
+        return self._receiver.metrics()
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all samples; until it ends, of a request that streams."""
+        return self._receiver.num_output_tokens
+
+    def add_done_callback(self, call: Callable[[RequestOutput | None], None]) -> None:
+        """Called on the loop with the result, or with None if there is only an error."""
+        self._result.add_done_callback(lambda done: call(None if done.exception() else done.result()))
 
     def abort(self) -> None:
         """End it with what it has; the handle then gives the partial result. Nothing happens if it has ended."""
@@ -300,6 +314,12 @@ class AsyncLLM:
     async def stats(self) -> Stats:
         found = await _wrapped(self._engine.ask(cmd.GetStats))
         assert isinstance(found, Stats)
+        return found
+
+    async def replicas(self) -> Replicas:
+        """Who computes, and how much each has to do (`LLM.replicas`)."""
+        found = await _wrapped(self._engine.replicas())
+        assert isinstance(found, Replicas)
         return found
 
     @property

@@ -45,7 +45,14 @@ class Receiver(Protocol):
 
 
 Question = (
-    cmd.TakeCheckpoint | cmd.Order | cmd.ResetPrefixCache | cmd.PinPrefix | cmd.UnpinPrefix | cmd.GetStats | cmd.Stop
+    cmd.TakeCheckpoint
+    | cmd.Order
+    | cmd.ResetPrefixCache
+    | cmd.PinPrefix
+    | cmd.UnpinPrefix
+    | cmd.GetStats
+    | cmd.GetReplicas
+    | cmd.Stop
 )
 """Commands that have an answer."""
 
@@ -118,6 +125,10 @@ class Desk(ABC):
         self, source: Source | None, epoch: int | None, cache: cmd.CachePolicy, in_flight: cmd.InFlightPolicy
     ) -> Future[object]:
         """Check what can be checked, then send the order. Raises what is wrong with it."""
+
+    @abstractmethod
+    def replicas(self) -> Future[object]:
+        """Who computes, as `Replicas`. It does not wait for a step. Raises `EngineDead`."""
 
     @abstractmethod
     def close(self) -> None:

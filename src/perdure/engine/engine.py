@@ -6,6 +6,7 @@ import contextlib
 import logging
 import re
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -19,12 +20,14 @@ from perdure.api.config import EngineConfig
 from perdure.api.errors import EngineDead, InvalidValue, PerdureError, described
 from perdure.api.event import Event, Failure
 from perdure.api.fingerprint import Fingerprint
+from perdure.api.output import Replicas, ReplicaStatus
 from perdure.api.request import Request
 from perdure.core.journal import Journal
 from perdure.core.prefix_report import PrefixReport
 from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import TextCursor
 from perdure.engine.desk import Desk, Receiver, Reply, is_last
+from perdure.engine.handle import Arrivals
 from perdure.engine.loop import Inbox, Loop
 from perdure.engine.progress import Reporter
 from perdure.engine.resolve import Resolved, resolve
@@ -67,6 +70,7 @@ class Engine(Desk):
             check=config.check_integrity,
             audit=self._audit,
         )
+        self._began_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="perdure-loop", daemon=True)
         self._threads = (self._thread, *device.threads)
         self._thread.start()
@@ -146,6 +150,16 @@ class Engine(Desk):
         except EngineDead:
             del staged[order.ticket]
             raise
+
+    def replicas(self) -> Future[object]:
+        now, index = time.monotonic(), self.resolved.config.replica
+        with self._lock:
+            if self._dead is not None:
+                raise EngineDead(str(self._dead))
+            count = sum(isinstance(receiver, Arrivals) for receiver in self._receivers.copy().values())
+        answer: Future[object] = Future()
+        answer.set_result(Replicas([ReplicaStatus(index, "serving", count, now - self._began_at)], {}))
+        return answer
 
     def _put(self, commands: Sequence[cmd.Command]) -> None:
         self._inbox.put(*commands)

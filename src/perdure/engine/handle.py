@@ -35,6 +35,8 @@ class Arrivals:
         self.records: list[ev.Record] = []
         """As they ended."""
         self._on_event = on_event
+        self._num_told: dict[int, int] = {}
+        """Tokens of each child, as far as they were told."""
         past = Timing() if submission.checkpoint is None else submission.checkpoint.timing
         self._arrival_time = time.monotonic() - past.elapsed_s
         self._events = [replace(event, time=self._arrival_time + event.time) for event in past.events]
@@ -47,6 +49,8 @@ class Arrivals:
             record = event.record
             self._events.append(RequestEvent("ended", time, len(record.token_ids), record.child))
             self.records.append(record)
+        elif isinstance(event, ev.Progress):
+            self._num_told[event.child] = event.first + len(event.token_ids)
         self._on_event(event)
 
     def fail(self, error: PerdureError) -> None:
@@ -58,14 +62,21 @@ class Arrivals:
         return Timing(now - begin, tuple(replace(event, time=event.time - begin) for event in self._events))
 
     def metrics(self) -> RequestMetrics:
-        """Of a request that has ended."""
+        """Until now; pauses and evictions of those that have ended."""
         return RequestMetrics(
             self._arrival_time,
             tuple(self._events),
             num_pauses=sum(record.num_pauses for record in self.records),
             num_evictions=sum(record.num_evictions for record in self.records),
-            num_checkpoints=self.records[0].num_checkpoints,
+            num_checkpoints=self.records[0].num_checkpoints if self.records else 0,
         )
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of a request that streams, so far; of all its samples."""
+        ended = {record.child for record in self.records}
+        going_on = (count for child, count in self._num_told.items() if child not in ended)
+        return sum(len(record.token_ids) for record in self.records) + sum(going_on)
 
 
 def refused_output(request_id: RequestId, params: SamplingParams, error: PerdureError) -> RequestOutput:

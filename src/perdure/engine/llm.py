@@ -15,7 +15,7 @@ from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import EngineConfig
 from perdure.api.errors import InvalidValue, PerdureError
 from perdure.api.event import Event
-from perdure.api.output import RequestOutput, Stats
+from perdure.api.output import Replicas, RequestOutput, Stats
 from perdure.api.request import RequestId
 from perdure.api.sampling import SamplingParams
 from perdure.engine.conversation import all_laid_out, is_list, laid_out
@@ -286,6 +286,12 @@ class LLM:
     def stats(self) -> Stats:
         found = self._engine.ask(cmd.GetStats).result()
         assert isinstance(found, Stats)
+        return found
+
+    def replicas(self) -> Replicas:
+        """Who computes, and how much each has to do; it waits for no step. Without a coordinator that is one."""
+        found = self._engine.replicas().result()
+        assert isinstance(found, Replicas)
         return found
 
     # What it is

@@ -160,6 +160,9 @@ class RemoteEngine(Desk):
         future.add_done_callback(lambda answered: self._given.pop(name))
         return future
 
+    def replicas(self) -> Future[object]:
+        return self._ask(cmd.GetReplicas(self.ticket()))
+
     def _put(self, commands: Sequence[cmd.Command]) -> None:
         for command in commands:
             source = None if isinstance(command, cmd.Submit | cmd.Abort) else self._sources.pop(_ticket(command), None)

@@ -20,14 +20,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from perdure.server import auth, control, openapi, operations, tokens
+from perdure.server import auth, control, openapi, operations, page, tokens
 from perdure.server.batch import ClientGone
 from perdure.server.chat import chat_completions
 from perdure.server.completions import completions
 from perdure.server.endpoint import Endpoint, Handler
 from perdure.server.errors import HTTPError, as_http
 from perdure.server.front import Front
-from perdure.server.protocol import chat, common
+from perdure.server.protocol import chat, common, live
 from perdure.server.protocol import completions as completion_bodies
 from perdure.server.protocol import control as control_bodies
 from perdure.server.protocol import responses as response_bodies
@@ -82,6 +82,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         token_bodies.DetokenizeRequest,
         token_bodies.Detokenized,
     ),
+    Endpoint("GET", "/state/live", page.live, "What is going on, for the page at /.", gives=live.Live),
     Endpoint("GET", "/health", operations.health, "Whether it is alive.", access="open"),
     Endpoint("GET", "/ready", operations.ready, "Whether it computes.", gives=control_bodies.Ready, access="open"),
     Endpoint("GET", "/metrics", operations.metrics, "For Prometheus.", access="open"),
@@ -164,7 +165,7 @@ def make_app(front: Front) -> Starlette:
         return Response(description, media_type="application/json")
 
     routes = [Route(one.path, Door(front, one), methods=[one.method]) for one in (*ENDPOINTS, *CONTROL)]
-    routes.append(Route("/openapi.json", show_description))
+    routes += [Route("/openapi.json", show_description), *page.routes()]
     origins = list(front.config.allowed_origins)
     middleware = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
     return Starlette(

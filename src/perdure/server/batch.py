@@ -53,7 +53,9 @@ class Batch:
                     self._handles.append(front.llm.submit(prompt.checkpoint, request_id=name))
                     continue
                 asked = {"prompt_token_ids": prompt.token_ids, "cache_salt": salt}
-                self._handles.append(front.llm.submit(asked, params, request_id=name))
+                handle = front.llm.submit(asked, params, request_id=name)
+                self._handles.append(handle)
+                front.feed.follow(handle, len(prompt.token_ids), params)
         except BaseException:
             self.abort()
             raise

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from perdure import AsyncLLM
 from perdure.server.config import ServeConfig
 from perdure.server.errors import HTTPError
+from perdure.server.feed import Feed
 from perdure.server.metrics import Metrics
 from perdure.server.tools import found_convention
 
@@ -26,6 +27,7 @@ class Front:
         self.model = config.served_model_name or self.root
         self.max_model_len: int | None = description.get("max_model_len")
         self.metrics = Metrics(self.model, description)
+        self.feed = Feed(llm, self.model)
         self.convention = found_convention(llm, config.tool_call_parser)
         self.created = int(time.time())
         self.is_draining = False

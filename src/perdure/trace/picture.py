@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from perdure.trace.timeline import State, Timeline, Track
+from perdure.api.span import State
+from perdure.trace.timeline import Timeline, Track
 
 WIDTH, MARGIN = 1000.0, 24.0
 LEAST_LEFT, RIGHT = 120.0, 860.0

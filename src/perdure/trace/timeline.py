@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Literal
 
 import msgspec
 
@@ -18,24 +17,13 @@ from perdure.api.event import Moment
 from perdure.api.moment import MomentKind
 from perdure.api.plan import StepPlan
 from perdure.api.request import RequestId
+from perdure.api.span import Span, Spans
 from perdure.core.journal import Committed, Entry, Launched, Level, Told
-
-State = Literal["waiting", "prefill", "decode", "paused", "evicted", "recompute"]
-"""evicted: waits to be computed again, for whatever reason. recompute: is computed again, its output so far with it."""
 
 UNREMARKABLE = ("running", "stopped")
 """States of an engine that need no span: what they mean for requests is seen at these."""
 
 LABEL_LENGTH = 24
-
-
-class Span(msgspec.Struct, frozen=True):
-    """One state of a request. num_tokens: positions that a chunk of prefill or recompute computed; 0 elsewhere."""
-
-    state: State
-    start: float
-    end: float
-    num_tokens: int = 0
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -73,7 +61,6 @@ class Track:
         self.child = moment.child
         self.request_id: RequestId = moment.detail
         self.queued = time
-        self.spans: list[Span] = []
         self.marks: list[Mark] = []
         self.ended: float | None = None
         self.end_reason: str | None = None
@@ -82,12 +69,7 @@ class Track:
         self.num_evictions = 0
         self.num_puts_back = 0
         """How often its pages were taken, by eviction or with the whole engine's."""
-        self._since = time
-        self._num_residencies = 0
-        self._is_resident = False
-        self._is_paused = False
-        self._num_left = 0
-        """Known tokens that are to be computed before it goes on."""
+        self._spans = Spans(time)
 
     @property
     def label(self) -> str:
@@ -106,42 +88,21 @@ class Track:
         return next((mark.time - self.queued for mark in self.marks if mark.kind == "first_token"), None)
 
     @property
-    def _state(self) -> State:
-        if not self._is_resident:
-            return "evicted" if self._num_residencies else "waiting"
-        if self._is_paused:
-            return "paused"
-        if self._num_left > 0:
-            return "recompute" if self._num_residencies > 1 else "prefill"
-        return "decode"
+    def spans(self) -> list[Span]:
+        return self._spans.closed
 
     def take(self, moment: Moment, time: float) -> None:
         """What happened next."""
+        self._spans.take(moment.kind, moment.num_tokens, time)
         match moment.kind:
-            case "queued":
+            case "queued" | "scheduled" | "chunk" | "resumed":
                 pass
-            case "scheduled":
-                self._close(time)
-                self._num_residencies += 1
-                self._is_resident, self._is_paused, self._num_left = True, False, moment.num_tokens
-            case "chunk":
-                if not self._is_paused:
-                    self._close(time, moment.num_tokens)
-                self._num_left -= moment.num_tokens
             case "paused":
-                self._close(time)
-                self._is_paused = True
                 self.num_pauses += 1
-            case "resumed":
-                self._close(time)
-                self._is_paused = False
             case "evicted" | "dropped":
-                self._close(time)
-                self._is_resident = self._is_paused = False
                 self.num_evictions += moment.kind == "evicted"
                 self.num_puts_back += 1
             case "ended" | "refused":
-                self._close(time)
                 reason = str(moment.detail) if moment.kind == "ended" else moment.kind
                 self.ended, self.end_reason, self.num_output = time, reason, moment.num_tokens
             case kind:
@@ -150,12 +111,7 @@ class Track:
     def close(self, time: float) -> None:
         """The journal ends."""
         if self.ended is None:
-            self._close(time)
-
-    def _close(self, time: float, num_tokens: int = 0) -> None:
-        if time > self._since:
-            self.spans.append(Span(self._state, self._since, time, num_tokens))
-        self._since = time
+            self._spans.close(time)
 
 
 class Timeline:
