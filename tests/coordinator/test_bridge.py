@@ -6,6 +6,7 @@ import itertools
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
+from perdure.api.event import Failure
 from perdure.api.fingerprint import Fingerprint
 from perdure.coordinator import messages as m
 from perdure.engine.bridge import Bridge, Condition
@@ -17,6 +18,7 @@ class Host:
     def __init__(self) -> None:
         self.tickets = itertools.count(1)
         self.applied: list[m.Asked] = []
+        self.fetching: set[int] = set()
         self.bridge = Bridge(self)
 
     def ticket(self) -> int:
@@ -26,13 +28,17 @@ class Host:
         raise AssertionError(command)
 
     def prepare(self, ask: int, order: m.Asked, source: str | None) -> None:
-        self.bridge.prepared(ask, None)
+        if source is None:
+            self.bridge.prepared(ask, None)
+        else:
+            self.fetching.add(ask)
+            self.bridge.fetch(ask, source, 0)
 
     def apply(self, ask: int, order: m.Asked) -> None:
         self.applied.append(order)
 
     def forget(self, ask: int) -> None:
-        raise AssertionError(ask)
+        self.fetching.remove(ask)
 
     def hold(self, holds: bool) -> None:
         assert not holds
@@ -75,3 +81,14 @@ def test_one_that_was_told_to_stop_has_stopped_whoever_hears_of_it() -> None:
     host.bridge.lost()
     host.bridge.told(ev.Done(ticket), 0.0, Condition("stopped", 0, Fingerprint()))
     assert host.bridge.is_stopped
+
+
+def test_weights_that_do_not_come_to_their_end_are_forgotten() -> None:
+    """Met in the simulation: half of them stayed."""
+    host = Host()
+    host.bridge.take(m.Prepare(1, cmd.UpdateWeights(0, 7), f"{m.OF_TENSORS}a"), ())
+    host.bridge.take(m.Apply(1), ())
+    gone = Failure("StateError", "they are not here any more")
+    host.bridge.take(m.Piece(1, 4, failure=gone), ())
+    assert not host.fetching and (m.Answer(1, gone), ()) in host.bridge.flush()
+    host.bridge.check_idle()

@@ -182,3 +182,30 @@ def test_a_question_that_is_answered_before_an_order_says_nothing_of_what_holds_
         bench.take(replica, m.Answer(applied[replica], None, None, Fingerprint(), weight_epoch=7))
     bench.take(2, m.Answer(asked[2], None, None, Fingerprint(), weight_epoch=7))
     assert bench.router.orders.agreed.weight_epoch == 7
+
+
+@pytest.mark.parametrize("failure", [None, NO])
+def test_who_was_asked_whether_it_could_hears_what_is_decided(failure: Failure | None) -> None:
+    """Met in the simulation: one without weights got them from one update while it was asked about the next, of which
+    it never heard again. It did nothing that came after that."""
+    bench = Bench()
+    bench.take(A, m.Ask(5, update(1), f"{m.OF_TENSORS}a"))
+    for replica in (1, 2):
+        word(bench, replica)
+    for replica in (1, 2):
+        done(bench, replica, weight_epoch=1)
+    bench.join(3, 2)
+    word(bench, 3)
+    done(bench, 3, Failure("StateError", "they are not here any more"))
+    assert bench.router.members.all[2].lacks_weights
+
+    bench.take(A, m.Ask(6, update(7), "weights-7"))
+    for replica in (1, 2, 3):
+        word(bench, replica)
+    bench.take(A, m.Ask(7, update(8), "weights-8"))
+    for replica in (1, 2, 3):
+        done(bench, replica, weight_epoch=7)
+    for replica in (1, 2, 3):
+        word(bench, replica, failure)
+    told = m.Apply if failure is None else m.Cancel
+    assert [len(bench.sent(replica, told)) for replica in (1, 2, 3)] == [1, 1, 1]

@@ -91,6 +91,8 @@ class Fleet:
         self.next_epoch = 1
         self.num_broken = 0
         self.halted = False
+        self.is_aborting = False
+        """Whether a pause that aborts is on its way, or may be: it ends also what is submitted before it gets there."""
         self.halted_until = 0.0
 
     def number(self) -> int:
@@ -190,6 +192,8 @@ class Fleet:
     def _submit(self, client: SimClient) -> None:
         rng, config = self.rng, self.config
         ticket = client.ticket()
+        if self.is_aborting:
+            client.aborted.add(ticket)
         if client.taken and rng.random() < 0.2:
             _, checkpoint = rng.choice(client.taken)
             request = checkpoint.as_request(ticket, ticket, stream=rng.random() < 0.5)
@@ -256,9 +260,12 @@ class Fleet:
             case "pause":
                 self.halted = True
                 self.halted_until = self.wire.now + rng.choice((0.0, 0.0, 2 * self.routing.stall_s))
-                client.send(cmd.Pause(client.ticket(), rng.choice(("keep", "wait", "abort"))))
-                for one in self.clients:
-                    one.aborted |= set(one.requests)
+                mode: cmd.PauseMode = rng.choice(("keep", "wait", "abort"))
+                client.send(cmd.Pause(client.ticket(), mode))
+                if mode == "abort":
+                    self.is_aborting = True
+                    for one in self.clients:
+                        one.aborted |= set(one.requests)
             case "suspend":
                 self.halted = True
                 client.send(cmd.Suspend(client.ticket(), rng.choice(("persist", "offload", "recompute"))))
@@ -299,6 +306,8 @@ class Fleet:
         self.marks[f"{kind} {'done' if done.failure is None else done.failure.kind}"] += 1
         if isinstance(order, cmd.Resume) and done.failure is None:
             self.halted = False
+        if isinstance(order, cmd.Pause) and order.mode == "abort" and done.failure is None:
+            self.is_aborting = False
         if isinstance(order, cmd.GetStats) and done.failure is None:
             assert isinstance(done.value, Stats) and done.value.num_running >= 0
 
@@ -416,6 +425,7 @@ class Fleet:
         self.coordinator.check_idle()
         for replica in self.replicas.values():
             replica.bridge.check_idle()
+            assert not replica.prepared and not replica.taking, "an order that nobody decides is left at a replica"
             assert replica.scheduler.num_live == 0, "a request is left at a replica"
             stats = replica.scheduler.stats()
             assert stats.num_free_pages == stats.num_pages, "pages are lost"

@@ -150,7 +150,8 @@ class SimReplica(Peer):
             return
         if isinstance(order, cmd.UpdateWeights) and order.has_weights and source == "missing":
             failure = ev.Failure("ModelNotFound", "no such weights")
-        self.prepared[ask] = source
+        else:
+            self.prepared[ask] = source
         self.bridge.prepared(ask, failure)
 
     def apply(self, ask: int, order: m.Asked) -> None:

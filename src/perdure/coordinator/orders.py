@@ -2,7 +2,7 @@
 
 - Prepare: each says whether it could; nothing has changed yet. If one cannot, it is cancelled and nobody does it.
   Meanwhile no request is sent to a replica, so what was said stays true.
-- Apply: each does it. Sessions keep the order of messages, so every replica sees every order at the same place among
+- Apply: each that was asked does it. Sessions keep the order of messages, so every replica sees every order at the same place among
   its requests, and the next order may be prepared while this one is still being carried out.
 - One that could and then did not is out of step with the others: it is sent away, and brought into line when it comes
   again. A replica that is lost has no say any more.
@@ -56,13 +56,15 @@ NOBODY = (-1, 0)
 
 
 class Round:
-    """One order on its way. client: None = the coordinator's own, for one that joins. waits: sessions yet to speak."""
+    """One order on its way. client: None = the coordinator's own, for one that joins. told: sessions that were asked to
+    prepare it. waits: those yet to speak."""
 
     def __init__(self, ask: int, client: tuple[int, int] | None, order: Asked, source: str | None) -> None:
         self.ask = ask
         self.client = client
         self.order = order
         self.source = source
+        self.told: list[int] = []
         self.waits: dict[int, None] = {}
         self.failures: dict[int, Failure] = {}
         self.done: list[Answer] = []
@@ -257,15 +259,19 @@ class Orders:
             return
         if isinstance(one.order, cmd.UnpinPrefix):
             self._pins.pop(one.order.pin, None)
-        for replica in self._everybody(one.order):
-            self.to_send.append((replica.session, self._prepare(one)))
+        one.told = [replica.session for replica in self._everybody(one.order)]
+        self.to_send += [(session, self._prepare(one)) for session in one.told]
         if not one.is_order:
             self._apply(one)
             return
-        one.waits = dict.fromkeys(replica.session for replica in self._everybody(one.order))
+        one.waits = dict.fromkeys(one.told)
         self._count()
         self._has_agreed = True
         self._preparing = one
+
+    def _told(self, one: Round) -> list[Replica]:
+        """Whoever is asked hears what was decided, whatever became of it meanwhile: until then it does nothing else."""
+        return [replica for session in one.told if (replica := self._members.get(session)) is not None]
 
     def _prepare(self, one: Round) -> Prepare:
         return Prepare(one.ask, one.order, one.source, self._blocking and one.is_order)
@@ -274,7 +280,7 @@ class Orders:
         self.num_calls["blocking" if self._blocking else "by messages"] += 1
 
     def _apply(self, one: Round) -> None:
-        for replica in self._everybody(one.order):
+        for replica in self._told(one):
             replica.was_told(one.ask, one.order)
             self.to_send.append((replica.session, Apply(one.ask)))
             one.waits[replica.session] = None
@@ -284,8 +290,7 @@ class Orders:
         self.changed = self.changed or isinstance(one.order, cmd.Reset | cmd.ResetPrefixCache | cmd.UpdateWeights)
 
     def _cancel(self, one: Round) -> None:
-        for replica in self._everybody(one.order):
-            self.to_send.append((replica.session, Cancel(one.ask)))
+        self.to_send += [(replica.session, Cancel(one.ask)) for replica in self._told(one)]
         self._reply(one, Answer(one.ask, self._named(one)))
 
     def _finish(self) -> None:

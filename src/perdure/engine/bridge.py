@@ -178,6 +178,7 @@ class Bridge:
         if ask not in self._orders:
             return
         if failure is not None:
+            self._host.forget(ask)
             self.prepared(ask, failure)
         else:
             self._host.take_piece(ask, first, total, frames[0])
