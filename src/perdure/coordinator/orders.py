@@ -2,8 +2,8 @@
 
 - Prepare: each says whether it could; nothing has changed yet. If one cannot, it is cancelled and nobody does it.
   Meanwhile no request is sent to a replica, so what was said stays true.
-- Apply: each that was asked does it. Sessions keep the order of messages, so every replica sees every order at the same place among
-  its requests, and the next order may be prepared while this one is still being carried out.
+- Apply: each that was asked does it. Sessions keep the order of messages, so every replica sees every order at the
+  same place among its requests, and the next order may be prepared while this one is still being carried out.
 - One that could and then did not is out of step with the others: it is sent away, and brought into line when it comes
   again. A replica that is lost has no say any more.
 - Who joins is brought into the agreed state before any request goes to it. If the agreed weights were tensors, and
