@@ -6,7 +6,6 @@ The interpreter rounds to them wrongly (its subnormal numbers, carries and NaN),
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from perdure.ops.attention.paged import PagedRows, make_paged
 from perdure.ops.float8 import E4M3, Float8Weight, to_e4m3
 from perdure.ops.triton.pages import write_kv
 from tests.cuda.helpers import Random, check_close
-from tests.engine.helpers import prompt
+from tests.engine.helpers import num_replays, prompt, until_stats
 from tests.witness import witness
 
 KINDS = {"plain": (None, None), "window": (40, None), "cap": (None, 3.0)}
@@ -124,16 +123,19 @@ def relative(found: torch.Tensor, right: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("kind", ["quantization", "kv_cache_dtype", "both"])
 def test_logits_are_those_of_the_emulation(gpu, model, kind):
-    """Beside the CPU's emulation, and both beside float32 without 8 bits: the GPU is as far from it as the CPU. A last
-    place of a sum may turn a rounding to 8 bits, so the two differ by more than sums do."""
+    """Beside the CPU's emulation, and both beside float32 without 8 bits: the GPU is as far from it as the CPU.
+
+    Another last place of a sum turns some roundings to 8 bits, so the two differ by a part of what 8 bits cost. With
+    sums 1.3e-4 off, as the GPU's are, the emulation is 0.35 of that from itself, in bfloat16 0.7 to 0.9; of pages
+    alone, in float32, below 0.001. A form without roundings is the whole from the emulation."""
     config = FP8 if kind == "both" else {kind: "fp8"}
     plain, emulated = scores_of(model, "cpu", "float32"), scores_of(model, "cpu", "float32", **config)
-    for dtype, most in (("float32", 1e-2), ("bfloat16", 4e-2)):
+    cost = relative(emulated, plain)
+    for dtype, most in (("float32", 0.02 if kind == "kv_cache_dtype" else 0.6), ("bfloat16", 1.2)):
         found = scores_of(model, "cuda", dtype, **config)
-        apart = relative(emulated, plain)
-        print(f"{kind} {dtype}: beside the emulation {relative(found, emulated):.1e}, beside float32"
-              f" {relative(found, plain):.1e}, the emulation {apart:.1e}")  # fmt: skip
-        assert relative(found, emulated) <= most and relative(found, plain) <= 1.5 * apart + 1e-2
+        apart, beside = relative(found, emulated) / cost, relative(found, plain) / cost
+        print(f"{kind} {dtype}: 8 bits cost {cost:.1e}, {beside:.2f} of it here; {apart:.3f} from the emulation")
+        assert apart <= most and beside <= 1.3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -150,8 +152,13 @@ def test_feat_fp8(gpu, model, dtype):
         assert runner._kv.layers[0].dtype == float8.E4M3
         weights = runner.memory._weights._weights.values()
         narrow = sum(isinstance(weight, Float8Weight) for weight in weights)
-        replays = sum(runner.graphs.num_replays.values())
-        witness("feat-fp8", device="cuda", weights=narrow, page_bytes=runner._kv._pool.nbytes // 512, replays=replays)
+        witness(
+            "feat-fp8",
+            device="cuda",
+            weights=narrow,
+            page_bytes=runner._kv._pool.nbytes // 512,
+            replays=num_replays(llm),
+        )
 
 
 @pytest.mark.parametrize("weights", ["keep", "offload"])
@@ -167,13 +174,12 @@ def test_life_offload_fp8(gpu, model, weights):
         generated = llm.stats().num_generated_tokens
         thread = threading.Thread(target=lambda: done.extend(llm.generate(PROMPTS, params)))
         thread.start()
-        while llm.stats().num_generated_tokens < generated + 100:
-            time.sleep(0.001)
+        until_stats(llm, lambda stats: stats.num_generated_tokens >= generated + 100)
         pool, at = runner._kv._pool, runner._kv._pool.data_ptr()
         llm.suspend(kv="offload", weights=weights)
         pages, copy = runner._kv._away
         assert not runner._kv.is_here and pages
-        before = sum(runner.graphs.num_replays.values())
+        before = num_replays(llm)
         if weights == "offload":
             llm.resume(tags=["kv"])
             assert torch.equal(pool.index_select(3, torch.tensor(pages, device=gpu)).cpu(), copy)
@@ -182,5 +188,5 @@ def test_life_offload_fp8(gpu, model, weights):
         assert pool.data_ptr() == at
         for one, two in zip(done, right, strict=True):
             assert one.error is None and one.outputs[0].token_ids == two.outputs[0].token_ids
-        replays = sum(runner.graphs.num_replays.values()) - before
+        replays = num_replays(llm) - before
         witness("life-offload-fp8", pages=len(pages), bytes=copy.nbytes, replays=replays, weights=weights)

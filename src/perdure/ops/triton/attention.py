@@ -147,7 +147,7 @@ def _range(position, number, num_ranges, WINDOW: tl.constexpr, BLOCK: tl.constex
 def _beside(query, cache):
     """The query in the type that it is multiplied in."""
     if cache.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
-        return query.to(tl.float16)
+        query = query.to(tl.float16)
     return query
 
 
