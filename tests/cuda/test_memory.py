@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +87,13 @@ def test_a_managed_pool_of_more_than_a_gigabyte_is_refused(gpu, model):
     page_bytes = 2 * 2 * 2 * 16 * 16 * 4
     with pytest.raises(InvalidValue, match=rf"a pool of \d+ bytes is more than {MANAGED_MOST}"):
         LLM(str(model), device="cuda", kv_memory="managed", num_pages=MANAGED_MOST // page_bytes + 1)
+
+
+def test_a_pool_that_is_refused_leaves_nothing_to_give_back(monkeypatch):
+    """An object whose constructor raised is let go like any other. Needs no GPU: nothing is asked of the driver."""
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    with pytest.raises(ValueError, match="a pool of"):
+        ManagedArena(MANAGED_MOST + 1)
+    gc.collect()
+    assert not unraisable

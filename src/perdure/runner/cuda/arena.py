@@ -9,6 +9,7 @@ CUDA's calls, by ctypes. A graph captured over the memory is valid again after `
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import Any
 
 import torch
@@ -124,6 +125,7 @@ class ManagedArena(_Memory):
         self._device = torch.cuda.current_device()
         size = ctypes.c_size_t(num_bytes)
         self._call("cuMemAllocManaged", ctypes.byref(self._address), size, ctypes.c_uint(_FROM_ANY_STREAM))
+        weakref.finalize(self, self._driver.cuMemFree_v2, self._address).atexit = False  # a process leaves nothing
         self.commit()
 
     def commit(self) -> None:
@@ -143,7 +145,3 @@ class ManagedArena(_Memory):
         size, stream = ctypes.c_size_t(self.num_bytes), ctypes.c_void_p()
         self._call("cuMemPrefetchAsync", self._address, size, ctypes.c_int(where), stream)
         torch.cuda.synchronize()
-
-    def __del__(self) -> None:
-        if self._address.value:
-            self._driver.cuMemFree_v2(self._address)
