@@ -52,6 +52,15 @@ class View:
 
 
 @triton.jit
+def _looked_at(rows, processed, entry, PROCESSED: tl.constexpr):
+    """An entry's row, and whether it is processed, which no entry is where the kernel has no columns for it."""
+    is_processed = 0
+    if PROCESSED:
+        is_processed = tl.load(processed + entry)
+    return tl.load(rows + entry).to(tl.int64), is_processed
+
+
+@triton.jit
 def _seen(
     logits, adjusted, best, best_id, asked, masks, temperature, top_k, min_p, border, last_tie, row, is_processed, ids,
     V, C, stride, CP: tl.constexpr,
@@ -83,10 +92,7 @@ def _score_kernel(
     """Of each chunk its mass (fp64) and how many ids come before each one that is asked for in (value descending, id
     ascending)."""
     entry, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.load(rows + entry).to(tl.int64)
-    is_processed = 0
-    if PROCESSED:
-        is_processed = tl.load(processed + entry)
+    row, is_processed = _looked_at(rows, processed, entry, PROCESSED)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = _seen(
         logits, adjusted, best, best_id, asked, masks, temperature, top_k, min_p, border, last_tie, row, is_processed,
@@ -147,10 +153,7 @@ def _best_kernel(
 ):  # fmt: skip
     """The count best of each chunk: whole numbers that grow as the values do, and ids."""
     entry, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.load(rows + entry).to(tl.int64)
-    is_processed = 0
-    if PROCESSED:
-        is_processed = tl.load(processed + entry)
+    row, is_processed = _looked_at(rows, processed, entry, PROCESSED)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = _seen(
         logits, adjusted, best, best_id, asked, masks, temperature, top_k, min_p, border, last_tie, row, is_processed,
