@@ -137,6 +137,11 @@ def test_a_text_that_spells_the_name_of_a_special_id_is_refused(spaced: Held) ->
         spaced.ready(choice=["<s>"])
 
 
+def test_what_only_an_end_id_spells_cannot_be_written(tiny: Held) -> None:
+    with pytest.raises(AssertionError, match="what must follow is spelled by an end id alone"):
+        tiny.allowed(Walk(tiny.ready(choice=["z"]), False), [])
+
+
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "strin"}}, 'structured_outputs.json={"type": "strin"}: Invalid type: strin'),
     ({"json": {"type": "integer", "minimum": "x"}}, "minimum"),

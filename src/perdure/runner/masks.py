@@ -115,11 +115,13 @@ class Masks:
         bits = np.zeros((len(going), self._num_words), np.int32)
         fill_next_token_bitmask_par(self._executor, [(matcher, row) for row, (_, matcher) in enumerate(going)], bits)
         for (one, matcher), mask in zip(going, bits, strict=True):
+            fault = fault_of(matcher)
             if self._grammars.spelled_end_ids and not matcher.is_accepting():
                 mask[:] = _without(mask, self._grammars.spelled_end_ids)
+                if not (fault or mask.any()):
+                    fault = "what must follow is spelled by an end id alone"
             if one.walk.ends_last and (without := _without(mask, self._grammars.end_ids)).any():
                 mask[:] = without
-            fault = fault_of(matcher)
             found[one.slot] = f"{one.walk.asked.shown}: {fault}" if fault else mask
         return found
 
