@@ -1,23 +1,32 @@
 """The engine on a GPU: what its tests show, whole jobs against what the hardware allows, and where time goes.
 
-    python benchmarks/gpu.py [--only tests,parity,attention,wake,nano,...,sampling] [--profile] [--json FILE]
+    python benchmarks/gpu.py [--only tests,parity,...,nano,...] [--limit SECONDS] [--profile] [--json FILE]
 
-A section is a function in `gpu_sections` and a line in `SECTIONS`. The report has rows and cases with the values that
-tests read from the engine, and workloads with value, unit, floor, gate and goal.
+- A section is a function in `gpu_sections` and a line in `SECTIONS`, with the most seconds it may take. Each runs in a
+  process of its own: one that hangs, or that breaks the device for its process, costs no other.
+- What is only right or wrong comes first, side by side; then what is timed, one after the other.
+- `--limit`: when so many seconds are over, nothing more is begun, and the report says what was not run.
+
+The report has rows and cases with the values that tests read from the engine, and workloads with value, unit, floor,
+gate and goal. It is written after every section.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,21 +36,135 @@ from gpu_sections.parity import parity
 from gpu_sections.report import SHARED, Found, Setup
 from gpu_sections.sampling import sampling
 from gpu_sections.sanitizer import sanitizer
-from gpu_sections.shown import tests
+from gpu_sections.shown import flashinfer, tests
 from gpu_sections.wake import wake
 
-SECTIONS: dict[str, Callable[[Setup], Found]] = {
-    "tests": tests,
-    "parity": parity,
-    "attention": attention,
-    "sanitizer": sanitizer,
-    "wake": wake,
-    **{name: partial(job, name) for name in JOBS},
-    "sampling": sampling,
-}
 
+class Section(NamedTuple):
+    """seconds: it is cut off after so many. is_timed: nothing may run beside it."""
+
+    run: Callable[[Setup], Found]
+    seconds: int
+    is_timed: bool = True
+
+
+def _job(name: str) -> dict[str, Section]:
+    return {name: Section(partial(job, name), 75)}
+
+
+SECTIONS: dict[str, Section] = {
+    "tests": Section(tests, 260, is_timed=False),
+    "parity": Section(parity, 120, is_timed=False),
+    "sanitizer": Section(sanitizer, 260, is_timed=False),
+    "flashinfer": Section(flashinfer, 260, is_timed=False),
+    "attention": Section(attention, 45),
+    **_job("nano"),
+    **_job("b64"),
+    **_job("b256"),
+    **_job("b1"),
+    "wake": Section(wake, 60),
+    **_job("b64-fp8"),
+    **_job("b256-fp8"),
+    "sampling": Section(sampling, 75),
+    **_job("b64 invariant"),
+    **_job("b256 invariant"),
+    **_job("nano invariant"),
+}
+assert {*JOBS} <= {*SECTIONS}, "a job that nothing runs"
+LEAST_SECONDS = 20  # that are left when a section is begun
 
 ALWAYS = {"value", "unit", "floor", "gate", "goal", "gate_met", "kernels"}
+
+
+class Child:
+    """A process that imports what a section needs, and runs it once it is told for how long it may."""
+
+    def __init__(self, name: str, folder: Path, profile: bool) -> None:
+        self.name = name
+        self._folder = folder / name.replace(" ", "-")
+        self._folder.mkdir()
+        self._out = self._folder / "out"
+        command = [sys.executable, __file__, "--run", name, "--folder", str(self._folder)]
+        with self._out.open("w") as out:
+            self._process = subprocess.Popen(
+                command + ["--profile"] * profile,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                text=True,
+                start_new_session=True,
+            )
+        self._begun: float | None = None
+        self._seconds = 0.0
+
+    def begin(self, seconds: float) -> None:
+        self._begun, self._seconds = time.monotonic(), seconds
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{seconds}\n")
+        self._process.stdin.close()
+
+    def end(self) -> tuple[Found, float]:
+        """What it found, and after how many seconds."""
+        assert self._begun is not None
+        why = ""
+        try:
+            code = self._process.wait(max(0.0, self._begun + self._seconds - time.monotonic()))
+            why = f"ended with {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            why = f"cut off after {self._seconds:.0f} s"
+        self.kill()
+        seconds = time.monotonic() - self._begun
+        print(self._out.read_text(errors="replace")[-20_000:], end="")
+        file = self._folder / "found.json"
+        found: Found = json.loads(file.read_text()) if file.exists() else {}
+        return (found | {"failed": [*found.get("failed", ()), f"{self.name}: {why}"]} if why else found), seconds
+
+    def kill(self) -> None:
+        """End it with all it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def run_child(name: str, folder: Path, profile: bool) -> int:
+    """The other side of `Child`: run a section when there is a line that says for how long."""
+    line = sys.stdin.readline()
+    if not line:
+        return 0
+    try:
+        found = SECTIONS[name].run(Setup(folder, profile, float(line)))
+    except Exception as error:
+        found = {"failed": [f"{name}: {type(error).__name__}: {error}"]}
+    (folder / "found.json").write_text(json.dumps(found))
+    return 0
+
+
+class Report:
+    """What all sections found, on the screen and in a file."""
+
+    def __init__(self, command: str, file: Path | None) -> None:
+        self._file = file
+        self.values: dict[str, Any] = {
+            "command": command,
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "device": torch.cuda.get_device_name(),
+            "versions": f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}",
+            "seconds": {},
+            **{kind: make() for kind, make in SHARED.items()},
+        }
+
+    def add(self, name: str, found: Found, seconds: float) -> None:
+        self.values["seconds"][name] = round(seconds, 1)
+        for kind, values in found.items():
+            if kind not in SHARED:
+                self.values.setdefault(name, {})[kind] = values
+            elif isinstance(values, list):
+                self.values[kind] += values
+            else:
+                self.values[kind] |= values
+        show(name, found, seconds)
+        if self._file:
+            self._file.write_text(json.dumps(self.values, indent=1) + "\n")
 
 
 def show(name: str, found: Found, seconds: float) -> None:
@@ -57,48 +180,61 @@ def show(name: str, found: Found, seconds: float) -> None:
             print(f"    {line}", flush=True)
 
 
+def run_all(names: list[str], report: Report, end: float, profile: bool) -> None:
+    """Those that are not timed side by side, then the others in turn. The next one imports while one runs."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        children: list[Child] = []
+
+        def make(name: str) -> Child:
+            children.append(Child(name, Path(folder), profile))
+            return children[-1]
+
+        def begin(child: Child) -> None:
+            child.begin(min(SECTIONS[child.name].seconds, end - time.monotonic()))
+
+        try:
+            beside = [make(name) for name in names if not SECTIONS[name].is_timed]
+            timed = [name for name in names if SECTIONS[name].is_timed]
+            for child in beside:
+                begin(child)
+            following = make(timed[0]) if timed else None
+            for child in beside:
+                report.add(child.name, *child.end())
+            for at, name in enumerate(timed):
+                if end - time.monotonic() < LEAST_SECONDS:
+                    report.add(name, {"failed": [f"{name}: not begun, no time was left"]}, 0)
+                    continue
+                child = following or make(name)
+                begin(child)
+                following = make(timed[at + 1]) if at + 1 < len(timed) else None
+                report.add(name, *child.end())
+        finally:
+            for child in children:
+                child.kill()
+
+
 def main() -> int:
+    begin = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, in this order")
-    parser.add_argument("--profile", action="store_true", help="a table of kernels for each workload")
+    parser.add_argument("--limit", type=float, default=590, help="seconds after which nothing is begun or goes on")
+    parser.add_argument("--profile", action="store_true", help="a table of kernels for nano and b64")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.run:
+        return run_child(args.run, args.folder, args.profile)
     names = args.only.split(",")
     if unknown := [name for name in names if name not in SECTIONS]:
         parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-    begin = time.monotonic()
-    report: dict[str, Any] = {
-        "command": f"python benchmarks/gpu.py --only {args.only}",
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "device": torch.cuda.get_device_name(),
-        "versions": f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}",
-        "seconds": {},
-        **{kind: make() for kind, make in SHARED.items()},
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            own = Path(folder) / name
-            own.mkdir()
-            started = time.monotonic()
-            try:
-                found = SECTIONS[name](Setup(own, args.profile))
-            except Exception as error:  # the others are worth having
-                found = {"failed": [f"{name}: {type(error).__name__}: {error}"]}
-            report["seconds"][name] = round(time.monotonic() - started, 1)
-            for kind, values in found.items():
-                if kind not in SHARED:
-                    report.setdefault(name, {})[kind] = values
-                elif kind == "failed":
-                    report[kind] += values
-                else:
-                    report[kind] |= values
-            show(name, found, report["seconds"][name])
-            if args.json:
-                args.json.write_text(json.dumps(report, indent=1) + "\n")
-    below = [name for name, one in report["workloads"].items() if one["gate_met"] is False]
+    report = Report(f"python benchmarks/gpu.py --only {args.only}" + " --profile" * args.profile, args.json)
+    run_all(names, report, begin + args.limit, args.profile)
+    values = report.values
+    below = [name for name, one in values["workloads"].items() if one["gate_met"] is False]
     print(f"{time.monotonic() - begin:.0f} s in all")
-    print(*report["failed"], *(f"{name} misses its gate" for name in below), sep="\n")
-    return int(bool(report["failed"] or below))
+    print(*values["failed"], *values["not_run"], *(f"{name} misses its gate" for name in below), sep="\n")
+    return int(bool(values["failed"] or below))
 
 
 if __name__ == "__main__":

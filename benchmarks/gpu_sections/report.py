@@ -14,17 +14,21 @@ import torch
 from perdure import LLM
 
 Found = dict[str, Any]
-"""rows, cases, workloads, failed: joined with those of the other sections. Anything else stands under the section."""
+"""rows, cases, workloads, failed, not_run (what is not here): joined with those of the other sections. Anything else
+stands under the section."""
 
-SHARED = {"rows": dict, "cases": dict, "workloads": dict, "failed": list}
+SHARED: dict[str, type[dict[str, Any]] | type[list[str]]] = {
+    "rows": dict, "cases": dict, "workloads": dict, "failed": list, "not_run": list,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Setup:
-    """folder: for files, the section's own. profile: say where the time goes, too."""
+    """folder: for files, the section's own. profile: say where the time goes, too. seconds: it is cut off after."""
 
     folder: Path
     profile: bool
+    seconds: float
 
 
 def workload(

@@ -1,4 +1,8 @@
-"""tests: what tests marked `gpu` pass here, and the rows and cases that they witnessed."""
+"""tests, flashinfer: what tests marked `gpu` pass here, and the rows and cases that they witnessed.
+
+Among the tests are the storms, real models' recorded results where the model is installed, and every kernel against its
+reference. Those of FlashInfer come apart: its kernels are compiled when first used, which takes minutes.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +15,45 @@ from pathlib import Path
 from gpu_sections.report import Found, Setup, claims
 
 ROOT = Path(__file__).parents[2]
+WORKERS = 10  # beside the other sections
+MARGIN = 10  # seconds before a section's end
 
 
 def tests(setup: Setup) -> Found:
-    file = setup.folder / "witnessed"
-    workers = ["-n", "14"] if find_spec("xdist") else []
-    options = ["-q", "-p", "no:cacheprovider", "--tb=short", "--durations=15", *workers]
-    command = [sys.executable, "-m", "pytest", *options, "-m", "gpu", "tests/cuda", "tests/engine"]
-    environment = os.environ | {"PERDURE_WITNESS": str(file), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
+    return run_pytest(setup, WORKERS, "-m", "gpu", "-k", "not flashinfer", "tests/cuda", "tests/engine")
+
+
+def flashinfer(setup: Setup) -> Found:
+    if find_spec("flashinfer") is None:
+        return {"not_run": ["flashinfer: flashinfer-python is not installed"]}
+    return run_pytest(setup, 3, "-m", "gpu", "-k", "flashinfer", "tests/cuda")
+
+
+def run_pytest(setup: Setup, workers: int, *what: str) -> Found:
+    """What passed and failed, also of a run that its time was too short for."""
+    file, log = setup.folder / "witnessed", setup.folder / "log"
+    options = ["-q", "-p", "no:cacheprovider", "--tb=short", "--durations=15", f"--basetemp={setup.folder / 'files'}"]
+    if find_spec("xdist"):
+        options += ["-n", str(workers), "--dist", "worksteal"]
+    command = [sys.executable, "-m", "pytest", *options, *what]
+    environment = os.environ | {"PERDURE_WITNESS": str(file), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with log.open("w") as out:
+        try:
+            seconds = setup.seconds - MARGIN
+            code = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=out, stderr=out, timeout=seconds
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+    text = log.read_text(errors="replace")
+    lines = text.splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    if failed or done.returncode:
-        print(done.stdout[-20_000:], done.stderr[-5_000:])
-        failed = failed or [f"pytest ended with {done.returncode}"]
+    if failed or code != 0:
+        print(text[-20_000:])
+        if code is None:
+            failed.append(f"pytest was cut off after {seconds:.0f} s")
+        failed = failed or [f"pytest ended with {code}"]
     summary = next((line for line in reversed(lines) if " passed" in line or " failed" in line), "")
     slowest = [line.strip() for line in lines if " call " in line or " setup " in line]
-    return claims(file) | {"failed": failed, "summary": summary, "slowest": slowest}
+    skipped = [line for line in lines if line.startswith("SKIPPED")]
+    return claims(file) | {"failed": failed, "summary": summary, "slowest": slowest, "skipped": skipped}
