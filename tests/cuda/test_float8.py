@@ -43,6 +43,15 @@ def test_attention_over_pages_of_8_bits_is_that_over_their_values(device, dtype,
     check_close(form.run(q, pages, rows)[:77], form.run(q.float(), pages.float(), rows)[:77], dtype)
 
 
+def test_the_reference_reads_pages_of_8_bits(device):
+    random = Random(device)
+    pages, q = to_e4m3(random(2, 2, 4, 16, 24)), random(3, 4, 24)
+    columns = [[3, 1]], [], [], [], [(0, 0, 20, 3)]
+    rows = PagedRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
+    form = make_paged("reference", CacheShape(4, 2, 24, 4, 16), LayerAttention(0.2), q.dtype, device)
+    assert torch.equal(form.run(q, pages, rows), form.run(q, pages.float(), rows))
+
+
 def test_keys_and_values_are_rounded_as_on_a_cpu(gpu, dtype):
     """Over all magnitudes there are, beyond the largest, and NaN."""
     random = Random(gpu)

@@ -23,12 +23,14 @@ WORKSPACE = 128 << 20
 """Bytes, as FlashInfer advises."""
 
 
-def why_not(shape: CacheShape, dtype: torch.dtype) -> str | None:
+def why_not(shape: CacheShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
     """Why these kernels do not serve here; None = they do."""
     if find_spec("flashinfer") is None:
         return "the package flashinfer-python is not installed"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    if kv_dtype != dtype:
+        return f"it reads pages in the model's type, not in {str(kv_dtype).removeprefix('torch.')}"
     if shape.head_dim not in HEAD_DIMS:
         return f"it has heads of {', '.join(map(str, HEAD_DIMS))}, not of {shape.head_dim}"
     return None

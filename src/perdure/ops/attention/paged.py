@@ -116,10 +116,12 @@ def make_paged(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    kv_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
 ) -> PagedAttention:
-    """The form called `name` for models that compute in dtype; "auto" is Triton's, the fastest as measured. ValueError:
-    a name that is none, or a form that does not serve here or does not keep what was asked."""
+    """The form called `name` for models that compute in dtype, over pages in kv_dtype (None = dtype, too); "auto" is
+    Triton's, the fastest as measured. ValueError: a name that is none, or a form that does not serve here or does not
+    keep what was asked."""
     if name == "auto":
         name = "triton"
     if name not in PAGED_FORMS:
@@ -129,7 +131,7 @@ def make_paged(
             f"attention_backend={name!r} is not batch invariant on CUDA; use 'auto' or batch_invariant=False"
         )
     if name == "flashinfer":
-        if reason := flashinfer.why_not(shape, dtype):
+        if reason := flashinfer.why_not(shape, dtype, kv_dtype or dtype):
             raise ValueError(f"attention_backend='flashinfer' does not serve here: {reason}")
         return flashinfer.FlashInferPaged(shape, layer, dtype, device)
     if name == "reference":

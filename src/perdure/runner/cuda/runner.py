@@ -87,7 +87,9 @@ class CudaRunner:
         self._kinds = config.attention
         kinds = dict.fromkeys(self._kinds)
         self._forms = {
-            kind: make_paged(attention_backend, cache, kind, dtype, device, batch_invariant=batch_invariant)
+            kind: make_paged(
+                attention_backend, cache, kind, dtype, device, kv_dtype=kv_dtype, batch_invariant=batch_invariant
+            )
             for kind in kinds
         }
         form = self._forms[self._kinds[0]]
