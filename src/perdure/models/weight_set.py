@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -87,7 +88,7 @@ class WeightSet:
         return store
 
     def _open_path(self, path: Path) -> Store:
-        if not path.exists():
+        if not os.path.exists(path):  # which, unlike Path's own, is False of a name that no file can have
             raise ModelNotFound(f"{path}: no such file or directory")
         gguf = None if path.is_dir() else open_gguf(path)
         if gguf is None and self._keeps_blocks:

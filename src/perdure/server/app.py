@@ -20,11 +20,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from perdure.server import auth, control, openapi, operations, page, tokens
+from perdure.server import auth, control, openapi, operations, page, tokens, vllm
 from perdure.server.batch import ClientGone
 from perdure.server.chat import chat_completions
 from perdure.server.completions import completions
-from perdure.server.endpoint import Endpoint, Handler
+from perdure.server.endpoint import Endpoint, Handler, Parameter
 from perdure.server.errors import HTTPError, as_http
 from perdure.server.front import Front
 from perdure.server.protocol import chat, common, live
@@ -32,6 +32,7 @@ from perdure.server.protocol import completions as completion_bodies
 from perdure.server.protocol import control as control_bodies
 from perdure.server.protocol import responses as response_bodies
 from perdure.server.protocol import tokens as token_bodies
+from perdure.server.protocol import vllm as vllm_bodies
 from perdure.server.responses import responses
 
 requests_log = logging.getLogger("perdure.requests")
@@ -45,6 +46,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         completion_bodies.CompletionRequest,
         completion_bodies.Completion,
         works=True,
+        streams=completion_bodies.Completion,
     ),
     Endpoint(
         "POST",
@@ -54,6 +56,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         chat.ChatRequest,
         chat.ChatCompletion,
         works=True,
+        streams=chat.ChatChunk,
     ),
     Endpoint(
         "POST",
@@ -63,6 +66,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         response_bodies.ResponsesRequest,
         response_bodies.ResponsesResponse,
         works=True,
+        streams=response_bodies.ResponsesEvent,
     ),
     Endpoint("GET", "/v1/models", operations.models, "The model that is served.", gives=common.Models),
     Endpoint("GET", "/v1/models/{model:path}", operations.model, "The same by its name.", gives=common.Model),
@@ -83,9 +87,12 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         token_bodies.Detokenized,
     ),
     Endpoint("GET", "/state/live", page.live, "What is going on, for the page at /.", gives=live.Live),
+    Endpoint("GET", "/tokenizer_info", vllm.tokenizer_info, "Of its tokenizer.", gives=vllm_bodies.TokenizerInfo),
+    Endpoint("GET", "/server_info", vllm.server_info, "Its settings.", gives=vllm_bodies.ServerInfo),
+    Endpoint("GET", "/get_world_size", vllm.get_world_size, "How many engines.", gives=vllm_bodies.WorldSize),
     Endpoint("GET", "/health", operations.health, "Whether it is alive.", access="open"),
     Endpoint("GET", "/ready", operations.ready, "Whether it computes.", gives=control_bodies.Ready, access="open"),
-    Endpoint("GET", "/metrics", operations.metrics, "For Prometheus.", access="open"),
+    Endpoint("GET", "/metrics", operations.metrics, "For Prometheus.", access="open", media="text/plain"),
     Endpoint("GET", "/version", operations.version, "Of perdure.", gives=control_bodies.Version, access="open"),
 )
 
@@ -94,20 +101,28 @@ def _control(method: str, path: str, handler: Handler, summary: str, takes: type
     return Endpoint(method, path, handler, summary, takes, control_bodies.Done, access="control")
 
 
+PAUSE_MODE = Parameter("mode", {"type": "string", "enum": ["keep", "wait", "abort"], "default": "keep"})
+SLEEP_LEVEL = Parameter("level", {"type": "string", "enum": ["1", "2"], "default": "1"})
+WAKE_TAGS = Parameter("tags", {"type": "array", "items": {"type": "string", "enum": ["weights", "kv", "kv_cache"]}})
+
 CONTROL: tuple[Endpoint, ...] = (
-    _control("POST", "/pause", control.pause, "Stop between steps.", control_bodies.PauseRequest),
+    _control("POST", "/pause", control.pause, "Stop between steps.", control_bodies.PauseRequest)._replace(
+        parameters=(PAUSE_MODE,)
+    ),
     _control("POST", "/resume", control.resume, "Go on.", control_bodies.ResumeRequest),
     _control("POST", "/suspend", control.suspend, "Stop and give memory back.", control_bodies.SuspendRequest),
     _control("POST", "/abort", control.abort, "End requests with what they have.", control_bodies.AbortRequest),
     _control("POST", "/reset", control.reset, "Begin anew."),
-    _control("POST", "/reset_prefix_cache", control.reset_prefix_cache, "Forget cached prefixes."),
+    _control("POST", "/reset_prefix_cache", control.reset_prefix_cache, "Forget cached prefixes.")._replace(
+        gives=vllm_bodies.CacheCleared
+    ),
     _control("POST", "/weights", control.weights, "Compute with other weights.", control_bodies.WeightsRequest),
     _control("POST", "/checkpoint", control.checkpoint, "A live request.", control_bodies.CheckpointRequest)._replace(
-        gives=None
+        gives=None, media="application/octet-stream"
     ),
     _control("GET", "/state", control.state, "What the engine is doing.")._replace(gives=control_bodies.State),
-    _control("POST", "/sleep", control.sleep, "vLLM's name of /suspend.")._replace(parameters=("level",)),
-    _control("POST", "/wake_up", control.wake_up, "vLLM's name of /resume.")._replace(parameters=("tags",)),
+    _control("POST", "/sleep", control.sleep, "vLLM's name of /suspend.")._replace(parameters=(SLEEP_LEVEL,)),
+    _control("POST", "/wake_up", control.wake_up, "vLLM's name of /resume.")._replace(parameters=(WAKE_TAGS,)),
     _control("GET", "/is_sleeping", control.is_sleeping, "Whether it is suspended.")._replace(
         gives=control_bodies.Asleep
     ),
@@ -159,7 +174,7 @@ class Door:
 
 def make_app(front: Front) -> Starlette:
     """Everything a server answers."""
-    description = openapi.described(front.model, (*ENDPOINTS, *CONTROL))
+    description = openapi.described((front.model, front.root), front.llm.vocab_size, (*ENDPOINTS, *CONTROL))
 
     async def show_description(request: Request) -> Response:
         return Response(description, media_type="application/json")

@@ -41,9 +41,9 @@ class Calling(NamedTuple):
         names = [tool.function.name for tool in tools]
         if len(set(names)) < len(names):
             raise InvalidValue(f"tools has two functions of one name: {', '.join(names)[:200]}")
-        if choice == "none":
-            return cls()
         told = [shown(tool) for tool in tools]
+        if choice == "none":
+            return cls(told)  # the caller reads calls himself, or wants none: the conversation looks the same
         most = 1 if parallel is False else None
         if isinstance(choice, NamedTool):
             wanted = next((tool for tool in tools if tool.function.name == choice.function.name), None)

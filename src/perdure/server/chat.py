@@ -17,7 +17,7 @@ from perdure.server.answer import answers_for, joined
 from perdure.server.batch import Batch, Part, unless_gone
 from perdure.server.bodies import read
 from perdure.server.calling import Calling
-from perdure.server.front import Front, new_id
+from perdure.server.front import Front, id_given_or_new
 from perdure.server.protocol.chat import (
     ChatChoice,
     ChatChunk,
@@ -45,7 +45,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
         tools=calling.shown,
         chat_template_kwargs=_template_kwargs(body),
     )
-    request_id = body.request_id or new_id("chatcmpl")
+    request_id = id_given_or_new(body.request_id, "chatcmpl")
     batch = Batch(front, [prompt], settings, request_id, body.cache_salt)
     reply = _Reply(front, body, settings, calling, batch, request_id)
     if not body.stream:

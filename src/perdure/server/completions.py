@@ -21,7 +21,7 @@ from perdure.server import params, prompts
 from perdure.server.batch import Batch, Part, unless_gone
 from perdure.server.bodies import read
 from perdure.server.errors import HTTPError, as_http
-from perdure.server.front import Front, new_id
+from perdure.server.front import Front, id_given_or_new, is_id
 from perdure.server.protocol.common import Usage
 from perdure.server.protocol.completions import Completion, CompletionChoice, CompletionRequest, Logprobs
 from perdure.server.replies import asks_usage, begun, chained, error_of, json_response, stop_reason, usage, usage_so_far
@@ -35,13 +35,14 @@ async def completions(front: Front, request: Request) -> Response:
     if body.checkpoint is not None:
         past = params.of_checkpoint(body)
         settings, asked = past.params, [prompts.of_checkpoint(past)]
-        request_id = body.request_id or (past.request_id if isinstance(past.request_id, str) else new_id("cmpl"))
+        name = str(past.request_id) if body.request_id is None and is_id(past.request_id) else body.request_id
     elif body.prompt is None:
         raise HTTPError(400, "prompt is missing", param="prompt")
     else:
         settings = params.of_completion(body)
         asked = await prompts.of_completion(front.llm, body.prompt, body.add_special_tokens is not False)
-        request_id = body.request_id or new_id("cmpl")
+        name = body.request_id
+    request_id = id_given_or_new(name, "cmpl")
     batch = Batch(front, asked, settings, request_id, body.cache_salt)
     answer = _Answer(front, body, settings, batch, request_id)
     if not body.stream:

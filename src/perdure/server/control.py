@@ -27,14 +27,16 @@ from perdure.server.protocol.control import (
     SuspendRequest,
     WeightsRequest,
 )
+from perdure.server.protocol.vllm import CacheCleared
 from perdure.server.replies import json_response
 
 _VLLM_TAGS = {"kv_cache": "kv", "kv": "kv", "weights": "weights"}
 
 
 async def _body(front: Front, request: Request, kind: Any) -> Any:
-    """No body at all is one without fields."""
-    return decode(await content(request, front.config.max_body_bytes) or b"{}", kind)
+    """No body at all is one of the query's fields, as vLLM takes them, or of none."""
+    given = await content(request, front.config.max_body_bytes)
+    return decode(given or msgspec.json.encode(dict(request.query_params)), kind)
 
 
 async def pause(front: Front, request: Request) -> Response:
@@ -68,7 +70,7 @@ async def reset(front: Front, request: Request) -> Response:
 
 async def reset_prefix_cache(front: Front, request: Request) -> Response:
     await front.llm.reset_prefix_cache()
-    return json_response(Done())
+    return json_response(CacheCleared())
 
 
 async def weights(front: Front, request: Request) -> Response:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from perdure import AsyncLLM
+from perdure import AsyncLLM, InvalidValue
+from perdure.api.errors import shown
 from perdure.server.config import ServeConfig
 from perdure.server.errors import HTTPError
 from perdure.server.feed import Feed
 from perdure.server.metrics import Metrics
 from perdure.server.tools import found_convention
+
+MAX_ID = 256
+ID_PATTERN = rf"[!-~]{{1,{MAX_ID}}}"
+_HEADER_VALUE = re.compile(ID_PATTERN)
 
 
 class Front:
@@ -70,3 +76,17 @@ class Front:
 
 def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
+
+
+def is_id(given: object) -> bool:
+    """Whether a header can hold it."""
+    return isinstance(given, str) and _HEADER_VALUE.fullmatch(given) is not None
+
+
+def id_given_or_new(given: str | None, kind: str) -> str:
+    """The id of a request. Raises `InvalidValue`."""
+    if given is None:
+        return new_id(kind)
+    if not is_id(given):
+        raise InvalidValue(f"request_id={shown(given)} is not 1 to {MAX_ID} letters, digits and signs of ASCII")
+    return given

@@ -36,8 +36,8 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
                 found.append({"role": role})
             found[-1]["content"] = item.get("content")
         elif kind == "reasoning":
-            parts = [*(item.get("content") or []), *(item.get("summary") or [])]
-            found.append({"role": "assistant", "content": "", "reasoning_content": _joined(at, parts)})
+            texts = [_joined(at, item.get(name)) for name in ("content", "summary")]
+            found.append({"role": "assistant", "content": "", "reasoning_content": "\n".join(filter(None, texts))})
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments", "")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -61,7 +61,8 @@ def _of_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-def _joined(at: int, parts: Sequence[Any]) -> str:
+def _joined(at: int, given: Any) -> str:
+    parts = [] if given is None else given if isinstance(given, list) else [given]
     if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         raise InvalidValue(f"input[{at}] is reasoning with parts that have no text")
     return "\n".join(part["text"] for part in parts)
