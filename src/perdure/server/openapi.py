@@ -1,6 +1,6 @@
 """Our own OpenAPI description, made of the table of endpoints and the structs of their bodies.
 
-Types come from the structs. What these cannot say - ranges of numbers, ids of this model, what a plain object holds - is
+Types come from the structs. What these cannot say - ranges of numbers, ids of this model, what an object holds - is
 added by field (`_limits`). What the `data:` lines of a stream hold stands as "x-data": OpenAPI 3.1 has no word for it.
 """
 
