@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from perdure import EngineConfig, InvalidValue
+from perdure.cli.config_file import ConfigOption
 from perdure.cli.options import EngineOptions, LauncherOptions, SecretOption, spelled_out
 from perdure.cli.output import remark
 
@@ -25,6 +26,7 @@ def serve(
     model_argument: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
     ] = None,
+    config_file: ConfigOption = None,
     data_parallel_size: Annotated[int, _option("Engines, each in a process of its own, behind one coordinator.")] = 1,
     max_num_waiting: Annotated[int | None, _option("Most requests that wait; more are refused with 429.")] = None,
     connect: Annotated[
@@ -50,6 +52,7 @@ def serve(
     drain_timeout: Annotated[float, _option("Seconds that requests may still take after SIGTERM.")] = 30.0,
     tool_call_parser: Annotated[str, _option("auto, none, hermes, llama3_json or qwen.")] = "auto",
     reasoning_parser: Annotated[str, _option("think: <think> ... </think> is reasoning_content; none.")] = "none",
+    num_front_ends: Annotated[int, _option("Processes that share the port; the engine is then apart.")] = 1,
     log_requests: Annotated[bool, _option("A line of JSON on stderr for each request.", "--log-requests")] = False,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's interface. Ends with SIGTERM or Ctrl-C, when requests have ended."""
@@ -84,6 +87,7 @@ def serve(
         "drain_timeout_s": drain_timeout,
         "tool_call_parser": tool_call_parser,
         "reasoning_parser": reasoning_parser,
+        "num_front_ends": num_front_ends,
         "log_requests": log_requests,
     }
     run(config, ServeConfig(**serving), remark)
