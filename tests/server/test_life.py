@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
 import random
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +14,8 @@ import httpx
 import pytest
 
 from tests.server.conftest import Running, running
+from tests.server.started import ENDLESS, PATH, ends, in_flight, process
 from tests.witness import witness
-
-PATH = "/v1/completions"
-ENDLESS = {"max_tokens": 900, "ignore_eos": True, "return_token_ids": True}
 
 
 def test_t02_an_id_is_free_straight_after_its_abort(server: Running) -> None:
@@ -178,50 +168,6 @@ def test_control_is_closed_without_a_key(tiny: Path) -> None:
         assert server.told(PATH, prompt="a", max_tokens=1)
 
 
-@contextmanager
-def process(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """`perdure serve`, as a user starts it."""
-    command = [sys.executable, "-m", "perdure", "serve", str(model), "--port", "0", "--open-control", *options]
-    env = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
-    started = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
-    try:
-        assert started.stderr is not None
-        line = started.stderr.readline()
-        assert " at http://" in line, line + started.stderr.read()
-        with httpx.Client(base_url=line.split()[-1], timeout=60) as client:
-            yield started, client
-    finally:
-        started.kill()
-        started.wait()
-
-
-def in_flight(client: httpx.Client, count: int, max_tokens: int = 900) -> list[list[dict[str, Any]]]:
-    """So many streams that have begun, on threads; each list fills up as events come."""
-    found: list[list[dict[str, Any]]] = [[] for _ in range(count)]
-
-    def read(number: int) -> None:
-        body = {**ENDLESS, "prompt": [256, number], "max_tokens": max_tokens, "stream": True}
-        with contextlib.suppress(httpx.TransportError), client.stream("POST", PATH, json=body) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    found[number].append(json.loads(line.removeprefix("data: "))["choices"][0])
-
-    threads = [threading.Thread(target=read, args=[number], daemon=True) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    while not all(found):
-        time.sleep(0.01)
-    return found
-
-
-def ends(found: list[list[dict[str, Any]]], timeout_s: float = 30) -> list[str]:
-    give_up_at = time.monotonic() + timeout_s
-    while any(events[-1]["finish_reason"] is None for events in found):
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
-    return [events[-1]["finish_reason"] for events in found]
-
-
 def test_t68_sigterm_without_time_ends_requests_with_what_they_have(tiny: Path) -> None:
     begun = time.monotonic()
     with process(tiny, "--drain-timeout", "0") as (server, client):
@@ -256,7 +202,7 @@ def test_t68_sigterm_with_time_lets_them_finish_and_a_second_ends_at_once(tiny: 
 def test_t68_requests_inside_finish_while_new_ones_are_refused(tiny: Path) -> None:
     """The signal's handler itself, in this process."""
     with running(tiny, {"drain_timeout_s": 30.0}, num_pages=256) as server:
-        found = in_flight(server.http, 3, 300)
+        found = in_flight(server.http, 3, max_tokens=300)
         server.loop.call_soon_threadsafe(server.server.on_signal)
         assert ends(found) == ["length"] * 3
         assert [sum(len(part["token_ids"]) for part in events) for events in found] == [300] * 3

@@ -68,6 +68,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bitwise results whatever the schedule; None = on a CPU, and not on CUDA, where it costs time.
     on_mismatch: whether a checkpoint whose bits come from another kind of engine goes on, with `exact=False` in its
     result, or is refused.
+    own_process: an engine that is alone, too, is in a process of its own behind a coordinator, which others may call
+    (`AsyncLLM.connect`; `describe` says where).
     data_parallel_size: how many engines, each in a process of its own, behind one coordinator; what follows is for
     that one. launcher: where they run; "local" = on this machine, and one alone in this process; "ray" = over the Ray
     cluster at ray_address (auto = this machine's), each with replica_cpus cores and as many threads, and replica_gpus
@@ -135,6 +137,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     journal: str | None = None
     check_integrity: bool = False
     poison_free_pages: bool = False
+    own_process: bool = False
     data_parallel_size: int = 1
     launcher: Launcher = "local"
     replica_cpus: int = 1
@@ -265,6 +268,7 @@ _BOOLEANS = (
     "check_integrity",
     "poison_free_pages",
     "blocking_collectives",
+    "own_process",
 )
 _OPTIONAL = (
     "max_model_len",

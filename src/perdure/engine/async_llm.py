@@ -166,15 +166,17 @@ class AsyncLLM:
         *,
         tokenizer: str | None = None,
         secret_file: str | None = None,
+        secret: str | None = None,
         return_prompt: bool = False,
         patience_s: float = PATIENCE_S,
     ) -> Self:
-        """The replicas behind a coordinator that somebody else started; the arguments are `Client`'s. It waits until
-        somebody serves: call it before the event loop runs, or by `asyncio.to_thread`."""
+        """The replicas behind a coordinator that somebody else started; the arguments are `Client`'s. secret: what else
+        would stand in the file. It waits until somebody serves: call it before the event loop runs, or by
+        `asyncio.to_thread`."""
         self = cls.__new__(cls)
         self._engine = RemoteEngine(
             endpoint,
-            secret=read_secret(secret_file),
+            secret=secret if secret_file is None else read_secret(secret_file),
             tokenizer=tokenizer,
             return_prompt=return_prompt,
             patience_s=patience_s,
@@ -330,6 +332,11 @@ class AsyncLLM:
     def vocab_size(self) -> int:
         """The width of the logits."""
         return self._engine.vocab_size
+
+    @property
+    def coordinator(self) -> tuple[str, str | None] | None:
+        """Where others reach what computes here, and with which secret (`connect`); None = it is in this process."""
+        return self._engine.coordinator
 
     def describe(self) -> dict[str, Any]:
         return self._engine.describe()

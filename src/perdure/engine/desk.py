@@ -81,10 +81,12 @@ class Reply:
 
 
 class Desk(ABC):
-    """reporter: what is said of the work. tokenizer: None = ids only."""
+    """reporter: what is said of the work. tokenizer: None = ids only. coordinator: the endpoint and the secret of the
+    one that is asked; None = nobody else is."""
 
     reporter: Reporter
     tokenizer: Tokenizer | None
+    coordinator: tuple[str, str | None] | None = None
 
     def __init__(self) -> None:
         self._tickets = itertools.count(1)

@@ -223,11 +223,5 @@ class FleetEngine(RemoteEngine):
 def of_replica(config: EngineConfig, index: int) -> EngineConfig:
     """What one of several is told to be."""
     journal = None if config.journal is None else f"{config.journal}.{index}"
-    return replace(
-        config,
-        replica=config.replica + index,
-        data_parallel_size=1,
-        launcher="local",
-        journal=journal,
-        progress=False,
-    )
+    alone = replace(config, data_parallel_size=1, own_process=False, launcher="local")
+    return replace(alone, replica=config.replica + index, journal=journal, progress=False)

@@ -67,6 +67,7 @@ class RemoteEngine(Desk):
         self.reporter = Reporter(progress)
         self.tokenizer: Tokenizer | None = None
         self.endpoint = endpoint
+        self.coordinator = endpoint, secret
         self._patience_s = patience_s
         self._return_prompt = return_prompt
         self._socket = CallingSocket(endpoint, secret)

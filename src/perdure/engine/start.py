@@ -9,7 +9,7 @@ from perdure.engine.engine import Engine
 
 def start(config: EngineConfig) -> Desk:
     """Ready to generate. Raises `ModelLoadError` and `InvalidValue`."""
-    if config.launcher == "local" and config.data_parallel_size == 1:
+    if config.launcher == "local" and config.data_parallel_size == 1 and not config.own_process:
         return Engine(config)
     from perdure.engine.launch import FleetEngine, Processes
 

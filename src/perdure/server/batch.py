@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Generator, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
 
 from starlette.requests import Request
 
-from perdure import PerdureError, RequestOutput, SamplingParams
-from perdure.server.front import Front
+from perdure import InvalidValue, PerdureError, RequestOutput, SamplingParams
+from perdure.server.front import Front, id_given_or_new
 from perdure.server.prompts import Prompt
 from perdure.server.stream import until_gone
 
@@ -25,6 +25,25 @@ class ClientGone(Exception):
     """Nobody is there to be answered."""
 
 
+class _Taken:
+    """In place of the handle of a request whose name is live at another front end."""
+
+    def __init__(self, name: str) -> None:
+        self._error = InvalidValue(f"request_id={name!r} is live: an id is free again when its request ended")
+
+    def abort(self) -> None:
+        pass
+
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
+        return self.__anext__().__await__()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        raise self._error
+
+
 class Part(NamedTuple):
     """Of which prompt, and what: something new, the last with `finished`, or the error that ended or refused it."""
 
@@ -33,12 +52,39 @@ class Part(NamedTuple):
 
 
 class Batch:
-    """All are submitted when this is made. Raises `EngineDead`."""
+    """All are submitted when this is made, but those with a name that is taken. Raises `EngineDead`."""
+
+    @classmethod
+    async def of(
+        cls,
+        front: Front,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        request_id: str | None,
+        kind: str,
+        salt: str | None,
+    ) -> Self:
+        """request_id: None = one of this kind is made up, which nobody else has."""
+        base = id_given_or_new(request_id, kind)
+        names = [base] if len(prompts) == 1 else [f"{base}-{at}" for at in range(len(prompts))]
+        taken, claim = await front.peers.claim(names) if request_id is not None else ((), 0)
+        return cls(front, prompts, params, base, names, salt, taken, claim)
 
     def __init__(
-        self, front: Front, prompts: Sequence[Prompt], params: SamplingParams, request_id: str, salt: str | None
+        self,
+        front: Front,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        request_id: str,
+        names: Sequence[str],
+        salt: str | None,
+        taken: Collection[str],
+        claim: int,
     ) -> None:
         self._front = front
+        self.request_id = request_id
+        self._names = names
+        self._claim = claim
         self.prompts = prompts
         self.params = params
         self.num_cached_tokens = 0
@@ -46,14 +92,16 @@ class Batch:
         self._ended: set[int] = set()
         self._num_tokens: Counter[tuple[int, int]] = Counter()
         """Of each prompt's samples, as told so far."""
-        names = [request_id] if len(prompts) == 1 else [f"{request_id}-{at}" for at in range(len(prompts))]
         try:
             for prompt, name in zip(prompts, names, strict=True):
-                if prompt.checkpoint is not None:
-                    self._handles.append(front.llm.submit(prompt.checkpoint, request_id=name))
+                if name in taken:
+                    self._handles.append(_Taken(name))
                     continue
-                asked = {"prompt_token_ids": prompt.token_ids, "cache_salt": salt}
-                handle = front.llm.submit(asked, params, request_id=name)
+                if prompt.checkpoint is not None:
+                    handle = front.llm.submit(prompt.checkpoint, request_id=name)
+                else:
+                    asked = {"prompt_token_ids": prompt.token_ids, "cache_salt": salt}
+                    handle = front.llm.submit(asked, params, request_id=name)
                 self._handles.append(handle)
                 front.feed.follow(handle, len(prompt.token_ids), params)
         except BaseException:
@@ -66,6 +114,11 @@ class Batch:
             if at not in self._ended:
                 with contextlib.suppress(PerdureError):
                     handle.abort()
+                self._release(at)
+
+    def _release(self, at: int) -> None:
+        if self._claim:
+            self._front.peers.release([self._names[at]], self._claim)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -126,6 +179,7 @@ class Batch:
                 return
             self.num_cached_tokens += told.num_cached_tokens
         self._ended.add(at)
+        self._release(at)
         metrics.ended(len(self.prompts[at].token_ids), self.params, told)
 
 

@@ -17,7 +17,7 @@ from perdure.server.answer import answers_for, joined
 from perdure.server.batch import Batch, Part, unless_gone
 from perdure.server.bodies import read
 from perdure.server.calling import Calling
-from perdure.server.front import Front, id_given_or_new
+from perdure.server.front import Front
 from perdure.server.protocol.chat import (
     ChatChoice,
     ChatChunk,
@@ -45,8 +45,8 @@ async def chat_completions(front: Front, request: Request) -> Response:
         tools=calling.shown,
         chat_template_kwargs=_template_kwargs(body),
     )
-    request_id = id_given_or_new(body.request_id, "chatcmpl")
-    batch = Batch(front, [prompt], settings, request_id, body.cache_salt)
+    batch = await Batch.of(front, [prompt], settings, body.request_id, "chatcmpl", body.cache_salt)
+    request_id = batch.request_id
     reply = _Reply(front, body, settings, calling, batch, request_id)
     if not body.stream:
         (result,) = await unless_gone(request, batch.results(), batch.abort)

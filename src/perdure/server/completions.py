@@ -21,7 +21,7 @@ from perdure.server import params, prompts
 from perdure.server.batch import Batch, Part, unless_gone
 from perdure.server.bodies import read
 from perdure.server.errors import HTTPError, as_http
-from perdure.server.front import Front, id_given_or_new, is_id
+from perdure.server.front import Front, is_id
 from perdure.server.protocol.common import Usage
 from perdure.server.protocol.completions import Completion, CompletionChoice, CompletionRequest, Logprobs
 from perdure.server.replies import asks_usage, begun, chained, error_of, json_response, stop_reason, usage, usage_so_far
@@ -32,6 +32,7 @@ from perdure.server.stream import EventStream, event
 async def completions(front: Front, request: Request) -> Response:
     body = await read(request, CompletionRequest, front.config.max_body_bytes)
     front.check_model(body.model)
+    name = body.request_id
     if body.checkpoint is not None:
         past = params.of_checkpoint(body)
         settings, asked = past.params, [prompts.of_checkpoint(past)]
@@ -41,9 +42,8 @@ async def completions(front: Front, request: Request) -> Response:
     else:
         settings = params.of_completion(body)
         asked = await prompts.of_completion(front.llm, body.prompt, body.add_special_tokens is not False)
-        name = body.request_id
-    request_id = id_given_or_new(name, "cmpl")
-    batch = Batch(front, asked, settings, request_id, body.cache_salt)
+    batch = await Batch.of(front, asked, settings, name, "cmpl", body.cache_salt)
+    request_id = batch.request_id
     answer = _Answer(front, body, settings, batch, request_id)
     if not body.stream:
         results = await unless_gone(request, batch.results(), batch.abort)

@@ -22,7 +22,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: of a request. drain_timeout_s: how long requests may still take after SIGTERM.
     tool_call_parser: how calls of tools stand in the model's text; auto = as its chat template writes them.
     reasoning_parser: "think" = text between <think> and </think> is the answer's `reasoning_content`.
-    log_requests: a line of JSON on stderr for each request.
+    log_requests: a line of JSON on stderr for each request. num_front_ends: processes that share the port; with more
+    than one the engine is apart from them, behind a coordinator.
     """
 
     connect: str | None = None
@@ -41,9 +42,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: ToolParserName = "auto"
     reasoning_parser: ReasoningParserName = "none"
     log_requests: bool = False
+    num_front_ends: int = 1
 
     def __post_init__(self) -> None:
         _number("port", self.port, 0, 65535)
+        _number("num_front_ends", self.num_front_ends, 1, 256)
         _number("max_body_bytes", self.max_body_bytes, 1, 2**40)
         _number("drain_timeout_s", self.drain_timeout_s, 0, 1e9)
         for name, allowed in (("tool_call_parser", ToolParserName), ("reasoning_parser", ReasoningParserName)):

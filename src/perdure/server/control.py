@@ -59,7 +59,7 @@ async def suspend(front: Front, request: Request) -> Response:
 
 async def abort(front: Front, request: Request) -> Response:
     body: AbortRequest = await _body(front, request, AbortRequest)
-    await front.llm.abort(body.request_ids)
+    await front.peers.abort(body.request_ids)
     return json_response(Done())
 
 
@@ -82,8 +82,8 @@ async def weights(front: Front, request: Request) -> Response:
 async def checkpoint(front: Front, request: Request) -> Response:
     """The bytes that `Checkpoint.from_bytes` reads."""
     body: CheckpointRequest = await _body(front, request, CheckpointRequest)
-    found = await front.llm.checkpoint(body.request_id, body.end)
-    return Response(found.to_bytes(), media_type="application/octet-stream")
+    found = await front.peers.checkpoint(body.request_id, body.end)
+    return Response(found, media_type="application/octet-stream")
 
 
 async def state(front: Front, request: Request) -> Response:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -152,6 +152,18 @@ class Feed:
             requests=shown,
             num_not_shown=num_not_shown,
         )
+
+
+def together(looks: Sequence[Live]) -> Live:
+    """Of several front ends, in the same order."""
+    if len(looks) == 1:
+        return looks[0]
+    found = [one for look in looks for one in look.requests]
+    in_flight = sorted((one for one in found if one.ended_s is None), key=lambda one: -one.age_s)
+    ended = sorted((one for one in found if one.ended_s is not None), key=lambda one: -(one.ended_s or 0.0))
+    num_not_shown = sum(look.num_not_shown for look in looks) + max(0, len(in_flight) - MOST_SHOWN)
+    shown = [*in_flight[:MOST_SHOWN], *ended[-MOST_ENDED:]]
+    return replace(looks[0], requests=shown, num_not_shown=num_not_shown)
 
 
 def _shown(

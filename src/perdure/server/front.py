@@ -15,6 +15,7 @@ from perdure.server.config import ServeConfig
 from perdure.server.errors import HTTPError
 from perdure.server.feed import Feed
 from perdure.server.metrics import Metrics
+from perdure.server.peers import Peers
 from perdure.server.tools import found_convention
 
 MAX_ID = 256
@@ -23,19 +24,31 @@ _HEADER_VALUE = re.compile(ID_PATTERN)
 
 
 class Front:
-    """max_model_len: None where nobody told. convention: how the model writes calls of tools; None = it has no way."""
+    """max_model_len: None where nobody told. convention: how the model writes calls of tools; None = it has no way.
 
-    def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
+    peers: None = there are none. metrics_folder: where their counts lie, too. created: when the server began.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        config: ServeConfig,
+        *,
+        peers: Peers | None = None,
+        metrics_folder: str | None = None,
+        created: int | None = None,
+    ) -> None:
         self.llm = llm
+        self.peers = peers or Peers(llm)
         self.config = config
         description = llm.describe()
         self.root = str(description["model"])
         self.model = config.served_model_name or self.root
         self.max_model_len: int | None = description.get("max_model_len")
-        self.metrics = Metrics(self.model, description)
+        self.metrics = Metrics(self.model, description, metrics_folder)
         self.feed = Feed(llm, self.model)
         self.convention = found_convention(llm, config.tool_call_parser)
-        self.created = int(time.time())
+        self.created = int(time.time()) if created is None else created
         self.is_draining = False
         self.is_warm = False
         self._num_inside = 0

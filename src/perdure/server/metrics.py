@@ -10,6 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from perdure import PerdureError, RequestOutput, SamplingParams
 from perdure.api.output import RequestMetrics, Stats
@@ -40,12 +41,17 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
 
 
 class Metrics:
-    """Of one front end."""
+    """Of one front end. folder: where those of several lie, this one's among them; prometheus_client must know it
+    when it is loaded (`supervisor`)."""
 
-    def __init__(self, model: str, description: Mapping[str, Any]) -> None:
+    def __init__(self, model: str, description: Mapping[str, Any], folder: str | None = None) -> None:
         self._registry = CollectorRegistry()
+        self._shown = self._registry
+        if folder is not None:
+            self._shown = CollectorRegistry()
+            MultiProcessCollector(self._shown, folder)  # type: ignore[no-untyped-call]
         self._engine = _EngineCounts(model)
-        self._registry.register(self._engine)
+        self._shown.register(self._engine)
         labels = {"model_name": model}
 
         def histogram(name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
@@ -87,7 +93,9 @@ class Metrics:
         self._labels = labels
         settings = {name: str(description[name]) for name in ("num_pages", "page_size") if name in description}
         info = {**labels, "num_gpu_blocks": settings.get("num_pages", ""), "block_size": settings.get("page_size", "")}
-        Gauge("vllm:cache_config_info", "The KV pool.", list(info), registry=self._registry).labels(**info).set(1)
+        Gauge(
+            "vllm:cache_config_info", "The KV pool.", list(info), registry=self._registry, multiprocess_mode="max"
+        ).labels(**info).set(1)
 
     def ended(self, num_prompt_tokens: int, params: SamplingParams, result: RequestOutput | PerdureError) -> None:
         """One request of the engine is over."""
@@ -128,7 +136,7 @@ class Metrics:
 
     def text(self, stats: Stats) -> bytes:
         self._engine.stats = stats
-        return generate_latest(self._registry)
+        return generate_latest(self._shown)
 
 
 class _EngineCounts:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from perdure.server.feed import together
 from perdure.server.front import Front
 from perdure.server.replies import json_response
 
@@ -43,4 +44,4 @@ def _route(path: str, name: str, kind: str) -> Route:
 
 
 async def live(front: Front, request: Request) -> Response:
-    return json_response(await front.feed.look(front.is_draining))
+    return json_response(together(await front.peers.looks(front.feed, front.is_draining)))

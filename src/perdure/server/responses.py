@@ -18,7 +18,7 @@ from perdure.server.answer import Answer, answers_for
 from perdure.server.batch import Batch, Part, unless_gone
 from perdure.server.bodies import read
 from perdure.server.calling import Calling
-from perdure.server.front import Front, id_given_or_new
+from perdure.server.front import Front
 from perdure.server.items import Items, messages_of
 from perdure.server.protocol.chat import Function, NamedFunction, NamedTool, Tool
 from perdure.server.protocol.common import JsonSchemaFormat, ResponseFormat
@@ -67,8 +67,8 @@ async def responses(front: Front, request: Request) -> Response:
         tools=calling.shown,
         chat_template_kwargs=template_kwargs,
     )
-    request_id = id_given_or_new(body.request_id, "resp")
-    batch = Batch(front, [prompt], settings, request_id, body.cache_salt)
+    batch = await Batch.of(front, [prompt], settings, body.request_id, "resp", body.cache_salt)
+    request_id = batch.request_id
     (answer,) = answers_for(front, settings, calling, prompt, request_id)
     reply = _Reply(front, body, batch, request_id, answer)
     if not body.stream:

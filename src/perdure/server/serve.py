@@ -1,4 +1,4 @@
-"""`serve`: an engine and its HTTP front end, from start until a signal ends them.
+"""`serve`: an engine and its HTTP front end, or several (`supervisor`), from start until a signal ends them.
 
 - The first SIGTERM or SIGINT drains: `/ready` is 503 and new requests are refused at once, those inside go on for
   `drain_timeout_s`, then they end with what they have and are answered. A second one ends everything at once.
@@ -16,7 +16,9 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 
+import msgspec
 import uvicorn
+from msgspec.structs import replace
 
 from perdure import AsyncLLM, EngineConfig, InvalidValue, PerdureError, SamplingParams
 from perdure.server.app import make_app, requests_log
@@ -32,13 +34,15 @@ ANSWERS_S = 3.0
 def serve(config: EngineConfig, serving: ServeConfig, say: Callable[[str], None] = print) -> None:
     """Serve until a signal. say: is told where, once it is ready. Raises what the engine's start raises."""
     listening = bound_socket(serving)
+    if serving.num_front_ends > 1:
+        config = replace(config, own_process=True)
     try:
         llm = start(config, serving)
     except BaseException:
         listening.close()
         raise
     try:
-        asyncio.run(_serve(llm, serving, listening, say))
+        asyncio.run(_serve(llm, config, serving, listening, say))
     finally:
         llm.shutdown()
 
@@ -63,20 +67,57 @@ def bound_socket(serving: ServeConfig) -> socket.socket:
     return listening
 
 
-async def _serve(llm: AsyncLLM, serving: ServeConfig, listening: socket.socket, say: Callable[[str], None]) -> None:
+async def _serve(
+    llm: AsyncLLM, config: EngineConfig, serving: ServeConfig, listening: socket.socket, say: Callable[[str], None]
+) -> None:
     front = Front(llm, serving)
     await warm_up(front)
+
+    def say_all() -> None:
+        say(_where(front, listening))
+        say(resolved(front))
+
+    if serving.num_front_ends > 1:
+        await _supervise(front, config, listening, say_all)
+        return
     if serving.log_requests:
-        _show_requests()
+        show_requests()
     server = Server(front)
-    scheme = "http" if serving.ssl_certfile is None else "https"
-    host = f"[{serving.host}]" if ":" in serving.host else serving.host
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.on_signal)
     listening.listen(2048)
-    say(f"serving {front.model} at {scheme}://{host}:{listening.getsockname()[1]}")
+    say_all()
     await server.serve([listening])
+
+
+async def _supervise(front: Front, config: EngineConfig, listening: socket.socket, say: Callable[[], None]) -> None:
+    from perdure.server.channel import Begin
+    from perdure.server.supervisor import Supervisor
+
+    assert front.llm.coordinator is not None
+    endpoint, secret = front.llm.coordinator
+
+    def begin(folder: str) -> Begin:
+        return Begin(endpoint, secret, config.tokenizer, config.return_prompt, folder, front.created, front.config)
+
+    await Supervisor(begin, front.config.num_front_ends, listening).run(say)
+
+
+def _where(front: Front, listening: socket.socket) -> str:
+    serving = front.config
+    scheme = "http" if serving.ssl_certfile is None else "https"
+    host = f"[{serving.host}]" if ":" in serving.host else serving.host
+    return f"serving {front.model} at {scheme}://{host}:{listening.getsockname()[1]}"
+
+
+def resolved(front: Front) -> str:
+    """The configuration that is in force, as a line of JSON. Of keys it tells their number."""
+    server = msgspec.to_builtins(front.config)
+    for name in ("api_keys", "control_keys"):
+        server[name] = len(server[name])
+    told = {"configuration": {"engine": front.llm.describe(), "server": {**server, "model": front.model}}}
+    return msgspec.json.encode(told, enc_hook=str).decode()
 
 
 async def warm_up(front: Front) -> None:
@@ -91,13 +132,14 @@ async def warm_up(front: Front) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, ended by us."""
+    """uvicorn's, ended by us. backlog: connections that are taken at once."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Front, backlog: int = 2048) -> None:
         super().__init__(
             uvicorn.Config(
                 make_app(front),
                 log_config=None,
+                backlog=backlog,
                 access_log=False,
                 lifespan="off",
                 server_header=False,
@@ -133,7 +175,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _show_requests() -> None:
+def show_requests() -> None:
     requests_log.setLevel(logging.INFO)
     requests_log.propagate = False
     requests_log.addHandler(logging.StreamHandler(sys.stderr))

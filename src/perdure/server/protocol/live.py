@@ -29,7 +29,7 @@ class LiveRequest(Told, kw_only=True):
 
 
 class Live(Told, kw_only=True):
-    """time: on the server's clock, in seconds. requests: by arrival, of this front end, those in flight before those
+    """time: on the server's clock, in seconds. requests: by arrival, of all front ends, those in flight before those
     that have ended. num_not_shown: in flight, too, and too many for one look. stats: of all replicas together, heard
     `stats_age_s` ago; null until then.
     """
