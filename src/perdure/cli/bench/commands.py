@@ -1,4 +1,4 @@
-"""`perdure bench offline` and `perdure bench compare`."""
+"""`perdure bench` and its commands; `online` has that for servers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import typer
 
 from perdure import InvalidValue, __version__
 from perdure.cli.bench import report as reports
+from perdure.cli.bench.online.command import serve
 from perdure.cli.bench.peer import PeerRun, run_peer, split_command
 from perdure.cli.bench.report import Against, Asked, Outputs, Report
 from perdure.cli.bench.workloads import MAKERS, Ids, Workload, check_name, digest, drawn, from_file
@@ -111,6 +112,7 @@ def compare(
 
 bench.command()(offline)
 bench.command()(compare)
+bench.command()(serve)
 
 
 def _take_turns(
