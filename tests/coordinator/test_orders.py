@@ -209,3 +209,16 @@ def test_who_was_asked_whether_it_could_hears_what_is_decided(failure: Failure |
         word(bench, replica, failure)
     told = m.Apply if failure is None else m.Cancel
     assert [len(bench.sent(replica, told)) for replica in (1, 2, 3)] == [1, 1, 1]
+
+
+def test_a_request_that_moves_when_a_decision_falls_comes_after_it() -> None:
+    """Met in the simulation: the last one that had not spoken was lost; what it had was sent before the decision."""
+    bench = Bench()
+    bench.submit(A, 0)
+    bench.take(A, m.Ask(5, update(7), "weights-7"))
+    (owner,) = (replica for replica in (1, 2) if bench.router.entries.load(replica))
+    other = 3 - owner
+    word(bench, other)
+    bench.lose(owner)
+    bench.outgoing += bench.router.take_outgoing()
+    assert [type(message) for to, message, _ in bench.outgoing if to == other] == [m.Apply, m.Submit]

@@ -30,6 +30,7 @@ from tests.sim.life import PieceCursor
 if TYPE_CHECKING:
     from tests.sim.fleet import Fleet
 
+NUM_REPLICAS = 4
 PIECE = 4
 """Bytes of weights that travel at once."""
 CHECKED = 0.1
@@ -193,6 +194,9 @@ class SimReplica(Peer):
 
     def take(self, frames: list[bytes]) -> None:
         for happening in self.caller.take(frames, self.fleet.wire.now):
+            if isinstance(happening, Arrived) and isinstance(happening.message, m.Submit):
+                undecided = [one.order for one in self.bridge._orders.values() if not one.is_due]
+                assert not undecided, f"a request between the phases of {undecided}"
             self.bridge.happened(happening)
             if isinstance(happening, Opened):
                 self.holdings.begin()
@@ -289,7 +293,7 @@ class SimClient(Peer):
         if self.pins and rng.random() < 0.5:
             self.release(rng.choice(self.pins))
         else:
-            tokens = rng.choice(self.fleet.bases)[: rng.randint(0, self.fleet.config.max_model_len)]
+            tokens = rng.choice(self.fleet.traffic.bases)[: rng.randint(0, self.fleet.config.max_model_len)]
             self.send(cmd.PinPrefix(self.ticket(), tokens))
 
     def release(self, pin: int) -> None:
@@ -327,7 +331,7 @@ class SimClient(Peer):
                         size = self.fleet.config.page_size
                         assert event.value == len(order.prompt_token_ids) // size * size
                         self.pins.append(ticket)
-                    self.fleet.answered(order, event)
+                    self.fleet.traffic.answered(order, event)
 
     @property
     def num_open(self) -> int:

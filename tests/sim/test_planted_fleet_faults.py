@@ -1,4 +1,4 @@
-"""The fleet's simulation can fail: each of these faults, planted into a copy of the coordinator, is caught."""
+"""The fleet's simulation can fail: each of these faults, planted into a copy of the package, is caught, and soon."""
 
 from pathlib import Path
 
@@ -64,4 +64,4 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_caught(name: str, tmp_path: Path) -> None:
     file, right, wrong = FAULTS[name]
-    check_caught(tmp_path, file, right, wrong, "fleet", "--count", "400")
+    check_caught(tmp_path, file, right, wrong, "fleet", "--count", "100")

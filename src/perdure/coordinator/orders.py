@@ -76,17 +76,23 @@ class Round:
 
 
 class Orders:
-    """refusal(order): why the requests of now forbid it. What comes of orders is collected for the router to take.
+    """refusal(order): why the requests of now forbid it. send(session, message): at once, so that what is decided here
+    and requests stand in one line. What else comes of orders is collected for the router to take.
 
-    to_send: (session, message). to_answer: ((client, ask), answer). to_close: replicas out of step. joined: brought
+    to_answer: ((client, ask), answer). to_close: replicas out of step. joined: brought
     into line, and may serve. changed: the weights or the prefix caches of all.
     """
 
-    def __init__(self, members: Members, blocking: bool, refusal: Callable[[Asked], str | None]) -> None:
+    def __init__(
+        self,
+        members: Members,
+        blocking: bool,
+        refusal: Callable[[Asked], str | None],
+        send: Callable[[int, Message], None],
+    ) -> None:
         self.agreed = Agreed()
         self.num_calls = {"blocking": 0, "by messages": 0}
         """Phases so far: each is one call of all replicas. There is none per step."""
-        self.to_send: list[tuple[int, Message]] = []
         self.to_answer: list[tuple[tuple[int, int], Answer]] = []
         self.to_close: list[int] = []
         self.joined: list[int] = []
@@ -96,6 +102,7 @@ class Orders:
         self._members = members
         self._blocking = blocking
         self._refusal = refusal
+        self._send = send
         self._next = 1
         self._has_agreed = False
         """Whether an order was given since this began."""
@@ -260,7 +267,8 @@ class Orders:
         if isinstance(one.order, cmd.UnpinPrefix):
             self._pins.pop(one.order.pin, None)
         one.told = [replica.session for replica in self._everybody(one.order)]
-        self.to_send += [(session, self._prepare(one)) for session in one.told]
+        for session in one.told:
+            self._send(session, self._prepare(one))
         if not one.is_order:
             self._apply(one)
             return
@@ -282,7 +290,7 @@ class Orders:
     def _apply(self, one: Round) -> None:
         for replica in self._told(one):
             replica.was_told(one.ask, one.order)
-            self.to_send.append((replica.session, Apply(one.ask)))
+            self._send(replica.session, Apply(one.ask))
             one.waits[replica.session] = None
         if one.is_order:
             self._count()
@@ -290,7 +298,8 @@ class Orders:
         self.changed = self.changed or isinstance(one.order, cmd.Reset | cmd.ResetPrefixCache | cmd.UpdateWeights)
 
     def _cancel(self, one: Round) -> None:
-        self.to_send += [(replica.session, Cancel(one.ask)) for replica in self._told(one)]
+        for replica in self._told(one):
+            self._send(replica.session, Cancel(one.ask))
         self._reply(one, Answer(one.ask, self._named(one)))
 
     def _finish(self) -> None:
@@ -371,7 +380,8 @@ class Orders:
         for one in rounds:
             one.waits[session] = None
             self._applied[one.ask] = one
-            self.to_send += [(session, Prepare(one.ask, one.order, one.source)), (session, Apply(one.ask))]
+            self._send(session, Prepare(one.ask, one.order, one.source))
+            self._send(session, Apply(one.ask))
 
     def _aligned(self, one: Round, session: int) -> None:
         replica = self._members.get(session)
@@ -399,7 +409,8 @@ class Orders:
         told += [(self._number(), cmd.UnpinPrefix(0, number)) for number in replica.pins if number not in begun]
         for number, order in told:
             replica.was_told(number, order)
-            self.to_send += [(session, Prepare(number, order)), (session, Apply(number))]
+            self._send(session, Prepare(number, order))
+            self._send(session, Apply(number))
 
     def check_idle(self) -> None:
         """Nobody waits for anything. Raises AssertionError."""

@@ -76,7 +76,7 @@ class Router:
         self.num_moved = 0
         self._routing = routing
         self._chooser = Chooser(routing.policy, routing.alpha, routing.affinity_ttl)
-        self.orders = Orders(self.members, routing.blocking_collectives, self._refusal_of_order)
+        self.orders = Orders(self.members, routing.blocking_collectives, self._refusal_of_order, self._send)
         self._clients: dict[int, str] = {}
         self._takes: dict[int, tuple[int, int, int]] = {}
         """Checkpoints asked for: ours -> (client, its ask, owner)."""
@@ -390,13 +390,11 @@ class Router:
         return None
 
     def _follow_orders(self, now: float) -> None:
-        """Do what came of orders: send, answer, let in, send away."""
+        """Do what came of orders: answer, let in, send away."""
         orders = self.orders
-        self.outgoing += self._fetches.to_send
+        for session, message, frames in self._fetches.to_send:
+            self._send(session, message, frames)
         self._fetches.to_send.clear()
-        for session, message in orders.to_send:
-            self._send(session, message)
-        orders.to_send.clear()
         for (client, ask), answer in orders.to_answer:
             if client in self._clients:
                 self._send(client, replace(answer, ask=ask, stats=self._as_seen_by(client, answer)))
