@@ -43,6 +43,12 @@ class EngineOptions:
         str | None, _engine("gguf: keep a GGUF's blocks in memory, not expanded; fp8: round layers' weights to 8 bits.")
     ] = None
     kv_cache_dtype: Annotated[str, _engine("auto, or fp8: keys and values in 8 bits.")] = _ENGINE.kv_cache_dtype
+    gpu_memory_utilization: Annotated[float, _engine("Part of a GPU's memory that all of it may take.")] = (
+        _ENGINE.gpu_memory_utilization
+    )
+    logprobs_mode: Annotated[str, _engine("raw or processed: what scores are of, where a request does not say.")] = (
+        _ENGINE.logprobs_mode
+    )
     seed: Annotated[int, _engine("What every draw is derived from: another seed, another sample.")] = _ENGINE.seed
     max_model_len: Annotated[int | None, _engine("Longest request in tokens; without it, the model's limit.")] = None
     max_num_seqs: Annotated[int, _engine("Most requests that run together.")] = _ENGINE.max_num_seqs
