@@ -18,14 +18,14 @@ from pathlib import Path
 from gpu_sections.report import Found, Setup
 
 ROOT = Path(__file__).parents[2]
-SMALL = "not 6144 and not 4096 and not 14336 and not 20000 and not 3072 and not 1536 and not 256 and not 600"
-"""Of products, rows and heads."""
+SMALL = (
+    "not 6144 and not 4096 and not 14336 and not 20000 and not 3072 and not 1536 and not 256 and not 600 and not both"
+)
+"""Of products, rows, heads and kinds of attention."""
 ONE_HALF = "not -float16 and not [float16"  # which goes the way of bfloat16
 KERNELS = (
     "tests/cuda/test_rows.py",
     "tests/cuda/test_linear.py::test_products",
-    "tests/cuda/test_attention.py::test_against_the_reference",
-    "tests/cuda/test_float8.py::test_attention_over_pages_of_8_bits_is_that_over_their_values",
     "tests/cuda/test_float8.py::test_keys_and_values_are_rounded_as_on_a_cpu",
     "tests/cuda/test_float8.py::test_rows_are_rounded_as_on_a_cpu",
     "tests/cuda/test_float8.py::test_products",
@@ -33,14 +33,21 @@ KERNELS = (
     "tests/cuda/test_sampling.py::test_scores",
     "tests/cuda/test_device_sampler.py::test_a_life_of_steps",
 )
+ATTENTION = (
+    "tests/cuda/test_attention.py::test_against_the_reference",
+    "tests/cuda/test_float8.py::test_attention_over_pages_of_8_bits_is_that_over_their_values",
+)
 STEPS = (
     "tests/cuda/test_runner.py::test_the_same_life_as_on_a_cpu",
     "tests/cuda/test_runner.py::test_T59_padding_writes_nowhere",
 )
+ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 RUNS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
-    "memcheck": ("memcheck", KERNELS, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+    "memcheck": ("memcheck", KERNELS, ALONE),
+    "memcheck of attention": ("memcheck", ATTENTION, ALONE),
     "memcheck of steps in graphs": ("memcheck", STEPS, {}),
-    "racecheck": ("racecheck", KERNELS, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+    "racecheck": ("racecheck", KERNELS, ALONE),
+    "racecheck of attention": ("racecheck", ATTENTION, ALONE),
 }
 
 
