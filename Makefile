@@ -67,7 +67,7 @@ soak: $(VENV)/.stamp-tests $(VENV)/.stamp-model
 	   exit $${failed:-0}; } 2>&1 | tee $(REPORT)
 
 gpu: REPORT = benchmarks/results/gpu-$(shell date -u +%Y-%m-%d).json
-gpu: $(VENV)/.stamp-tests
+gpu: $(VENV)/.stamp-tests $(VENV)/.stamp-model
 	$(say) "the engine on a GPU, report in $(REPORT)"
 	@$(BIN)/python benchmarks/gpu.py --profile --json $(REPORT)
 

@@ -1,0 +1,97 @@
+"""Compiles what a step in bfloat16 over pages of 8 bits launches, for a GPU that need not be here.
+
+    python -m tests.cuda.compiled
+
+- The interpreter has no types to agree and no bfloat16, so what it runs may not compile.
+- A driver that is none says which GPU there is; a launch compiles its kernel, and runs nothing.
+
+Prints how many forms of each kernel were compiled, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from perdure.models.base import Weights, joined_shape
+from perdure.models.llama import LlamaModel, parameters
+from perdure.ops.float8 import E4M3
+from perdure.ops.kernels import triton_kernels
+from perdure.ops.triton.float8 import quantised_rows, scaled
+from perdure.ops.triton.pages import write_kv
+from perdure.runner.cuda.runner import CudaRunner
+from tests.runner.plans import CONFIG, Driver, Row, prompt, tiny_model
+
+SHARED_MEMORY = 232_448  # bytes that a program can have on an H100 or H200
+
+
+class NoDriver:
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def main() -> None:
+    driver.set_active(NoDriver())
+    forms: dict[int, tuple[str, Any]] = {}
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        try:
+            form = run(kernel, *arguments, grid=grid, warmup=True, **options)
+        except Exception as error:  # a runner would make it the rows' error
+            raise SystemExit(f"{kernel.__name__} does not compile: {error} {error.__cause__}") from error
+        assert form.metadata.shared <= SHARED_MEMORY, f"{kernel.__name__} takes {form.metadata.shared} bytes"
+        forms[id(form)] = kernel.__name__, form
+
+    JITFunction.run = compile_only
+    launch_a_life()
+    launch_products()
+    print(json.dumps(Counter(name for name, _ in forms.values())))
+
+
+def launch_a_life() -> None:
+    """Prompts, decoding, draws of all kinds, scores; what comes of it means nothing."""
+    rows = Driver(tiny_model())
+    rows.runner.release()
+    weights = {
+        name: torch.ones(joined_shape(parts), dtype=torch.bfloat16) for name, parts in parameters(CONFIG).items()
+    }
+    config = replace(CONFIG, dtype=torch.bfloat16)
+    rows.device = CudaRunner(
+        LlamaModel(config, Weights(weights), triton_kernels(batch_invariant=False)),
+        num_pages=8 * rows.pages_per_slot, page_size=4, max_num_seqs=8, max_model_len=120, max_num_batched_tokens=128,
+        device=torch.device("cpu"), dtype=torch.bfloat16, kv_dtype=E4M3,
+    )  # fmt: skip
+    ids = [prompt(length) for length in (5, 9)]
+    rows.admit(0, 5, temperature=0.8, top_p=0.95, num_logprobs=3)
+    rows.admit(1, 9, masked_ids=(3, 5), min_tokens=2, num_prompt_logprobs=2)
+    rows.device.launch(rows.plan(Row(0, ids[0]), Row(1, ids[1], targets=ids[1][1:], target_start=1))).wait()
+    rows.device.launch(rows.plan(Row(0), Row(1))).wait()
+    rows.device._kv.poison([0])
+
+
+def launch_products() -> None:
+    x, factors = torch.ones(3, 48, dtype=torch.bfloat16), torch.ones(48)
+    for bias in (None, x[0]):
+        scaled(torch.ones(3, 48), factors, factors, bias, 40, torch.bfloat16)
+    for most in (None, 3.0):
+        quantised_rows(x, most)
+    pages = torch.zeros(2, 2, 4, 16, 24, dtype=torch.uint8).view(E4M3)
+    write_kv(x.view(3, 2, 24), x.view(3, 2, 24), pages, torch.arange(3, dtype=torch.int32))
+
+
+if __name__ == "__main__":
+    main()
