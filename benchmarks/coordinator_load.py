@@ -2,20 +2,24 @@
 
 python benchmarks/coordinator_load.py [--requests 4000] [--together 32] [--tokens 64] [--part 8] [--endpoint tcp]
 
-A coordinator in a process of its own, and here a client and a replica, on a thread each, that answers at once. CPU time
-is that of the coordinator's process, the threads of its sockets included, as the kernel counts it. Times on the clock
-say something on an idle machine only.
+A coordinator and a replica that answers at once, in processes of their own, and a client here. CPU time is that of the
+coordinator's process, the threads of its sockets included, as the kernel counts it. Times on the clock say something on
+an idle machine only. What the coordinator itself adds to a request's way is counted anywhere: how often it wakes, and
+how much CPU each turn takes, from its waking until all that came is sent on.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +28,11 @@ import msgspec
 from perdure.api.ending import Ending
 from perdure.api.fingerprint import Fingerprint
 from perdure.coordinator import messages as m
-from perdure.coordinator import service
 from perdure.coordinator.link import Frames
 from perdure.coordinator.router import Routing
-from perdure.coordinator.service import new_number
+from perdure.coordinator.service import Service, new_number
 from perdure.coordinator.sessions import Arrived, Caller
 from perdure.coordinator.wire import CallingSocket
-from perdure.engine.launch import Child
 
 REST = msgspec.msgpack.encode(m.Rest(Ending("length")))
 KEYS = [b"12345678"] * 8
@@ -38,24 +40,66 @@ BODY = bytes(600)
 """Of a prompt of 150 tokens."""
 PATIENCE_S = 120.0
 
+_context = multiprocessing.get_context("spawn")
+
+
+class Timed(Service):
+    """Notes the CPU time of each turn, in seconds."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint, Routing("longest_prefix", silence_s=PATIENCE_S, stall_s=PATIENCE_S))
+        self.turns: list[float] = []
+        self._wait, self._woke_at = self._socket.wait, time.thread_time()
+        self._socket.wait = self._timed_wait  # type: ignore[method-assign]
+
+    def _timed_wait(self, timeout_s: float) -> None:
+        self.turns.append(time.thread_time() - self._woke_at)
+        self._wait(timeout_s)
+        self._woke_at = time.thread_time()
+
+
+def _coordinate(endpoint: str, pipe: Connection) -> None:
+    """Says where it is, and its turns whenever it is asked; ends with the pipe."""
+    timed = Timed(endpoint)
+    pipe.send(timed.endpoint)
+
+    def answer() -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                pipe.recv()
+                turns, timed.turns = timed.turns, []
+                pipe.send(turns)
+        timed.stop()
+
+    threading.Thread(target=answer, daemon=True).start()
+    timed.run()
+
 
 class Coordinator:
     """In a process of its own."""
 
     def __init__(self, endpoint: str) -> None:
-        env = {**os.environ, "PYTHONPATH": str(Path(service.__file__).parents[2])}
-        settings = service.Settings(endpoint, Routing("longest_prefix", silence_s=PATIENCE_S, stall_s=PATIENCE_S))
-        self._child = Child(service.__name__, settings, env)
-        self.endpoint = self._child.ready().decode()
+        self._pipe, theirs = _context.Pipe()
+        self._process = _context.Process(target=_coordinate, args=(endpoint, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.endpoint: str = self._pipe.recv()
 
     @property
     def cpu_s(self) -> float:
         """Of all its threads."""
-        tasks = Path(f"/proc/{self._child.process.pid}/task").glob("*/schedstat")
+        tasks = Path(f"/proc/{self._process.pid}/task").glob("*/schedstat")
         return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
+    def turns(self) -> list[float]:
+        """The CPU time of each since the last call, in seconds."""
+        self._pipe.send(None)
+        return list(self._pipe.recv())
+
     def end(self) -> None:
-        self._child.end(5.0)
+        self._pipe.close()
+        self._process.join(5.0)
+        self._process.kill()
 
 
 class Peer:
@@ -97,18 +141,15 @@ class Replica:
         self._num_tokens = num_tokens
         self._part = part
         self._going: dict[int, int] = {}
-        self._is_over = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
 
     def _heard(self, message: m.Message, frames: Frames) -> None:
         if isinstance(message, m.Submit):
             self._peer.caller.send(m.Admitted(message.number, 1, self._num_tokens, "raw"))
             self._going[message.number] = 0
 
-    def _run(self) -> None:
+    def run(self) -> None:
         self._peer.open()
-        while not self._is_over:
+        while True:
             self._peer.turn(0.0 if self._going else 1.0)
             self._step()
             self._peer.push()
@@ -124,11 +165,9 @@ class Replica:
             for number in numbers:
                 self._going[number] += self._part
 
-    def end(self) -> None:
-        self._is_over = True
-        self._peer.wake()
-        self._thread.join()
-        self._peer.socket.close()
+
+def _answer(endpoint: str, num_tokens: int, part: int) -> None:
+    Replica(endpoint, num_tokens, part).run()
 
 
 class Client:
@@ -180,7 +219,8 @@ def measure(endpoint: str, num_requests: int, together: int, num_tokens: int, pa
     """One load: CPU a request; then a tenth of what one core bears of it: how long a request takes through the
     coordinator, all that is not the replica."""
     coordinator = Coordinator(endpoint)
-    replica = Replica(coordinator.endpoint, num_tokens, part)
+    replica = _context.Process(target=_answer, args=(coordinator.endpoint, num_tokens, part), daemon=True)
+    replica.start()
     client = Client(coordinator.endpoint)
     try:
         client.run_together(num_requests // 10, together)
@@ -188,8 +228,10 @@ def measure(endpoint: str, num_requests: int, together: int, num_tokens: int, pa
         client.run_together(num_requests, together)
         us_a_request = 1e6 * (coordinator.cpu_s - before) / num_requests
         assert client.num_tokens == (num_requests + num_requests // 10) * num_tokens
-        client.run_at(0.1 * 1e6 / us_a_request, num_requests // 4)
-        ordered = sorted(client.seconds)
+        coordinator.turns()
+        before, num_slow = coordinator.cpu_s, num_requests // 4
+        client.run_at(0.1 * 1e6 / us_a_request, num_slow)
+        cpu_s, turns, ordered = coordinator.cpu_s - before, sorted(coordinator.turns()), sorted(client.seconds)
         return {
             "us_a_request": us_a_request,
             "requests_a_second_of_a_core": 1e6 / us_a_request,
@@ -198,10 +240,16 @@ def measure(endpoint: str, num_requests: int, together: int, num_tokens: int, pa
                 "p99": 1e3 * ordered[len(ordered) * 99 // 100],
                 "most": 1e3 * ordered[-1],
             },
+            "own_at_a_tenth": {
+                "us_a_request": 1e6 * cpu_s / num_slow,
+                "turns_a_request": len(turns) / num_slow,
+                "turn_us_p50": 1e6 * turns[len(turns) // 2],
+                "turn_us_p99": 1e6 * turns[len(turns) * 99 // 100],
+            },
         }
     finally:
         client.end()
-        replica.end()
+        replica.kill()
         coordinator.end()
 
 
@@ -228,10 +276,12 @@ def main() -> None:
         f"{bare['us_a_request']:.0f} us of CPU a request, {found['us_a_token']:.2f} us a token in parts of {args.part}"
     )
     for name, one in (("no tokens", bare), (f"{args.tokens} tokens", streamed)):
-        late = one["at_a_tenth_ms"]
+        late, own = one["at_a_tenth_ms"], one["own_at_a_tenth"]
+        turns = f"{own['turns_a_request']:.1f} turns, of {own['turn_us_p50']:.0f} us, p99 {own['turn_us_p99']:.0f}"
         print(
             f"{name}: a core bears {one['requests_a_second_of_a_core']:.0f} requests a second; at a tenth of that a "
-            f"request takes {late['p50']:.2f} ms, p99 {late['p99']:.2f}, most {late['most']:.2f}"
+            f"request takes {late['p50']:.2f} ms, p99 {late['p99']:.2f}, most {late['most']:.2f}; "
+            f"of the coordinator's own, {own['us_a_request']:.0f} us of CPU in {turns}"
         )
     if args.json is not None:
         workload = {name: getattr(args, name) for name in ("requests", "together", "tokens", "part")}

@@ -1,6 +1,7 @@
 """What the coordinator costs with its sockets, and how soon replicas are there and gone: best of several.
 
-CPU time is judged anywhere, times on the clock only where others leave a core free.
+CPU time is judged anywhere, times on the clock only where others leave a core free. So a request's delay is judged
+twice: what the coordinator itself takes for it, and the whole of it where the machine is quiet.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.alone
 
 MOST_US_A_REQUEST, MOST_US_A_TOKEN = 200.0, 5.0
 MOST_P99_MS = 5.0
-ROOM = 4  # a clock's time is judged with room: 99 of 100 requests of a shared machine meet its other processes, too
+TURNS_ON_THE_WAY = 2
+"""A request passes through the coordinator when it is submitted, and when it ends."""
 MOST_START_S, MOST_SHUTDOWN_S = 15.0, 3.0
 
 
@@ -33,14 +35,18 @@ def test_what_a_request_and_a_token_cost_and_how_much_later_they_are() -> None:
     found = [compare("tcp", num_requests=1200, together=32, num_tokens=64, part=8) for _ in range(3)]
     us_a_request = min(one["bare"]["us_a_request"] for one in found)
     us_a_token = min(one["us_a_token"] for one in found)
-    p99_ms = {name: min(one[name]["at_a_tenth_ms"]["p99"] for one in found) for name in ("bare", "streamed")}
+    kinds = ("bare", "streamed")
+    p99_ms = max(min(one[kind]["at_a_tenth_ms"]["p99"] for one in found) for kind in kinds)
+    turn_us = max(min(one[kind]["own_at_a_tenth"]["turn_us_p99"] for one in found) for kind in kinds)
     assert us_a_request < MOST_US_A_REQUEST and us_a_token < MOST_US_A_TOKEN, found
-    assert max(p99_ms.values()) < ROOM * MOST_P99_MS or not judges_times, found
+    assert TURNS_ON_THE_WAY * turn_us < 1000 * MOST_P99_MS, found
+    assert p99_ms < MOST_P99_MS or not judges_times, found
     witness(
         "coordinator-cost",
         us_a_request=round(us_a_request),
         us_a_token=round(us_a_token, 2),
-        p99_ms=round(max(p99_ms.values()), 2),
+        p99_ms=round(p99_ms, 2),
+        own_p99_us=round(TURNS_ON_THE_WAY * turn_us),
     )
 
 
