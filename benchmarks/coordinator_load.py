@@ -39,8 +39,15 @@ KEYS = [b"12345678"] * 8
 BODY = bytes(600)
 """Of a prompt of 150 tokens."""
 PATIENCE_S = 120.0
+ABOUT = m.About(0, "kind", Fingerprint(), "running", 0, "model", b"")
 
-_context = multiprocessing.get_context("spawn")
+
+def cpu_s_of(pid: int) -> float:
+    """CPU time of a process, of all its threads that are there."""
+    return sum(int(task.read_text().split()[0]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
+CONTEXT = multiprocessing.get_context("spawn")
 
 
 class Timed(Service):
@@ -79,17 +86,15 @@ class Coordinator:
     """In a process of its own."""
 
     def __init__(self, endpoint: str) -> None:
-        self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=_coordinate, args=(endpoint, theirs), daemon=True)
+        self._pipe, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=_coordinate, args=(endpoint, theirs), daemon=True)
         self._process.start()
         theirs.close()
         self.endpoint: str = self._pipe.recv()
 
     @property
     def cpu_s(self) -> float:
-        """Of all its threads."""
-        tasks = Path(f"/proc/{self._process.pid}/task").glob("*/schedstat")
-        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+        return cpu_s_of(self._process.pid or 0)
 
     def turns(self) -> list[float]:
         """The CPU time of each since the last call, in seconds."""
@@ -135,8 +140,8 @@ class Replica:
     """Answers each request at once: its admission, then its tokens in parts, those of all requests together, then its
     end."""
 
-    def __init__(self, endpoint: str, num_tokens: int, part: int) -> None:
-        self._peer = Peer(endpoint, "replica", m.About(0, "kind", Fingerprint(), "running", 0, "model", b""))
+    def __init__(self, endpoint: str, num_tokens: int, part: int, about: m.About = ABOUT) -> None:
+        self._peer = Peer(endpoint, "replica", about)
         self._peer.heard = self._heard
         self._num_tokens = num_tokens
         self._part = part
@@ -150,9 +155,15 @@ class Replica:
     def run(self) -> None:
         self._peer.open()
         while True:
-            self._peer.turn(0.0 if self._going else 1.0)
+            self._peer.turn(self._wait_s())
             self._step()
             self._peer.push()
+
+    def _wait_s(self) -> float:
+        return 0.0 if self._going else 1.0
+
+    def _tokens(self, number: int) -> list[int]:
+        return list(range(self._part))
 
     def _step(self) -> None:
         for number in [number for number, count in self._going.items() if count >= self._num_tokens]:
@@ -160,7 +171,8 @@ class Replica:
             self._peer.caller.send(m.Ended(number), [REST])
         if self._going:
             count, numbers = len(self._going), list(self._going)
-            columns = [0] * count, list(self._going.values()), [0] * count, [list(range(self._part))] * count
+            token_ids = [self._tokens(number) for number in numbers]
+            columns = [0] * count, list(self._going.values()), [0] * count, token_ids
             self._peer.caller.send(m.Parts(numbers, *columns), [b""] * count)
             for number in numbers:
                 self._going[number] += self._part
@@ -219,7 +231,7 @@ def measure(endpoint: str, num_requests: int, together: int, num_tokens: int, pa
     """One load: CPU a request; then a tenth of what one core bears of it: how long a request takes through the
     coordinator, all that is not the replica."""
     coordinator = Coordinator(endpoint)
-    replica = _context.Process(target=_answer, args=(coordinator.endpoint, num_tokens, part), daemon=True)
+    replica = CONTEXT.Process(target=_answer, args=(coordinator.endpoint, num_tokens, part), daemon=True)
     replica.start()
     client = Client(coordinator.endpoint)
     try:
