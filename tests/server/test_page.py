@@ -156,9 +156,9 @@ def test_a_browser_sees_a_request_a_pause_and_the_loss_of_a_replica(page: Page, 
         )
         page.wait("document.getElementById('state').dataset.state == 'running'")
 
-        processes = server.server.front.llm._engine._processes  # type: ignore[attr-defined]
-        processes.leave()  # so that it stays lost
-        os.kill(processes.children[2].process.pid, signal.SIGKILL)
+        fleet = server.server.front.llm._engine.fleet  # type: ignore[attr-defined]
+        fleet.leave()  # so that it stays lost
+        os.kill(fleet.children[2].process.pid, signal.SIGKILL)
         page.wait("document.querySelector('.replica[data-state=lost]')?.dataset.index == '1'")
         assert "Replica 1 is lost" in page.run("document.getElementById('news').textContent")
         page.type("And now?")
