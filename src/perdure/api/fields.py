@@ -91,6 +91,9 @@ FIELDS: dict[str, dict[str, Policy]] = {
         "arrival": Policy("anew", "no"),
         "order": Policy("made", "no"),  # of the priority, which is kept, and the arrival
         "stops": Policy("made", "no"),  # of the settings and the budget, which is kept
+        "prompt_length": Policy("made", "no"),
+        "last_position": Policy("made", "no"),
+        "needs_host": Policy("made", "no"),
         "status": Policy("anew", "no"),
         "ending": Policy("kept", "no", "outputs.finish_reason, outputs.stop_reason, error"),
         "tokens": Policy("kept", "no", "outputs.token_ids"),

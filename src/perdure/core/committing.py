@@ -33,9 +33,10 @@ class Committing:
         failed = dict(output.errors)
         records = rows_with_scores(output.records)
         prompt_records = rows_with_scores(output.prompt_records)
-        at = 0
-        for row, arrival in enumerate(plan.request):
-            first, at = at, at + output.num_sampled[row]
+        epoch, at = self._control.epoch, 0
+        columns = zip(plan.request, plan.length, plan.num_tokens, output.num_sampled, strict=True)
+        for row, (arrival, length, num_given, count) in enumerate(columns):
+            first, at = at, at + count
             state = requests.states[arrival]
             state.in_flight -= 1
             if state.is_final:
@@ -47,36 +48,36 @@ class Committing:
             if row in prompt_records:
                 assert state.prompt_scores is not None
                 append_scores(state.prompt_scores, output.prompt_records, prompt_records[row], state.tokens)
-            new_tokens = output.tokens[first:at]
-            if new_tokens:
-                state.stamp(state.num_output, self._control.epoch)
-            state.tokens += new_tokens
+            if count:
+                state.stamp(epoch)
+                state.tokens += output.tokens[first:at]
             if row in records:
                 assert state.scores is not None
                 append_scores(state.scores, output.records, records[row], state.tokens)
             if state.is_resident:
-                state.num_computed += state.num_copied + plan.length[row]
+                state.num_computed += state.num_copied + length
                 state.num_copied = 0
-                if plan.num_tokens[row]:
-                    requests.note(state, "chunk", plan.length[row])
+                if num_given:
+                    requests.note(state, "chunk", length)
                 requests.cache.publish(state)
                 requests.prompt_may_be_there(state)
-            self._after_tokens(state, len(new_tokens))
+            self._after_tokens(state, count)
 
     def _after_tokens(self, state: RequestState, count: int) -> None:
         """End the request if these last tokens do, else report them."""
-        requests = self._requests
-        first = len(state.tokens) - count
+        requests, stops = self._requests, state.stops
+        first, end = len(state.tokens) - count, state.prompt_length + stops.max_output
         if not count:
-            if state.stops.max_output == 0 and state.num_computed >= state.last_position:
+            if stops.max_output == 0 and state.num_computed >= state.last_position:
                 requests.end(state, Ending("length"))
             return
         if first == state.prompt_length:
             requests.note(state, "first_token")
             self._tell_prompt_scores(state)
-        self._cut(state, state.prompt_length + state.stops.max_output)  # before a stop that lies beyond it can count
+        if len(state.tokens) > end:  # before a stop that lies beyond it can count
+            self._cut(state, end)
         try:
-            stop = state.stops.first_stop(state.tokens, first)
+            stop = stops.first_stop(state.tokens, first)
         except StepFailed as error:
             requests.end(state, Ending("error", failure=Failure.of(error)))
             return
@@ -85,7 +86,7 @@ class Committing:
         requests.counters.num_generated_tokens += len(state.tokens) - first
         if stop is not None:
             requests.end(state, Ending("stop", stop))
-        elif state.num_output >= state.stops.max_output:
+        elif len(state.tokens) >= end:
             requests.end(state, Ending("length"))
         elif state.request.stream:
             self._report(state, first)
@@ -100,10 +101,9 @@ class Committing:
 
     def _cut(self, state: RequestState, end: int) -> None:
         """Drop what a step gave beyond the request's end."""
-        if len(state.tokens) > end:
-            del state.tokens[end:]
-            if state.scores is not None:
-                state.scores = state.scores.cut(0, state.num_output)
+        del state.tokens[end:]
+        if state.scores is not None:
+            state.scores = state.scores.cut(0, state.num_output)
 
     def _report(self, state: RequestState, first: int) -> None:
         self._tell(state, first - state.prompt_length, state.num_output, self._control.epoch)

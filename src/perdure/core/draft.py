@@ -65,20 +65,20 @@ class PlanDraft:
         """Give the device row this request's settings."""
         self._plan.row_inits.append(row_settings(state, vocab_size))
 
-    def decode(self, state: RequestState) -> None:
-        """One position, where the device row stands."""
-        plan = self._plan
-        plan.request.append(state.arrival)
-        plan.slot.append(state.slot)
-        plan.start.append(DEVICE_POSITION)
-        plan.length.append(1)
-        plan.num_tokens.append(0)
-        plan.sample.append(1)
-        plan.target_start.append(0)
-        plan.num_targets.append(0)
-        state.num_planned += 1
-        state.in_flight += 1
-        self.tokens_left -= 1
+    def decode(self, states: Sequence[RequestState]) -> None:
+        """One position of each, where its device row stands."""
+        plan, count = self._plan, len(states)
+        plan.request.extend([state.arrival for state in states])
+        plan.slot.extend([state.slot for state in states])
+        plan.start.extend([DEVICE_POSITION] * count)
+        plan.length.extend([1] * count)
+        plan.sample.extend([1] * count)
+        for column in (plan.num_tokens, plan.target_start, plan.num_targets):
+            column.extend([0] * count)
+        for state in states:
+            state.num_planned += 1
+            state.in_flight += 1
+        self.tokens_left -= count
 
     def prefill(self, state: RequestState, length: int) -> None:
         """The next `length` positions, their tokens given."""

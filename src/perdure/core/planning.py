@@ -58,7 +58,8 @@ class Planning:
         return draft.finish()
 
     def _continue_residents(self, draft: PlanDraft) -> None:
-        prefills = []
+        prefills: list[RequestState] = []
+        decodes: list[RequestState] = []
         page_size = self._config.page_size
         host_has_a_say = any(s.needs_host and s.draws_in_flight for s in self._requests.residents)
         for state in tuple(self._requests.residents):
@@ -67,12 +68,13 @@ class Planning:
             planned = state.num_planned
             if planned < state.prefill_end:
                 prefills.append(state)
-            elif planned < state.last_position and draft.tokens_left > 0:
+            elif planned < state.last_position and len(decodes) < draft.tokens_left:
                 if state.needs_host and host_has_a_say:
                     continue  # its neighbours go on; those like it go together, so that no step is half full
                 if planned == len(state.pages) * page_size and not self._grow(state, draft):
                     continue
-                draft.decode(state)
+                decodes.append(state)
+        draft.decode(decodes)
         for state in prefills:
             if draft.tokens_left > 0 and state.is_resident:
                 self._prefill(state, draft)

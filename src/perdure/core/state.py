@@ -37,6 +37,8 @@ class RequestState:
         "exact",
         "group",
         "in_flight",
+        "last_position",
+        "needs_host",
         "nodes",
         "num_computed",
         "num_copied",
@@ -47,6 +49,7 @@ class RequestState:
         "pages",
         "paused_at",
         "prefill_end",
+        "prompt_length",
         "replay",
         "request",
         "scores",
@@ -66,6 +69,11 @@ class RequestState:
         self.arrival = arrival
         self.order = (params.priority, arrival)
         self.stops = stops
+        self.prompt_length = stops.prompt_length
+        self.last_position = stops.prompt_length + stops.max_output - 1
+        """Positions that will ever be computed: the last token of the budget is sampled, never computed."""
+        self.needs_host = bool(params.logits_processors) or params.structured_outputs is not None
+        """Whether the host has a say between its tokens: it then has one step in flight at most."""
         self.status = Status.WAITING
         self.tokens = list(request.prompt_token_ids)
         self.scores = TokenScores(listed_ids=params.logprob_token_ids) if params.asks_scores else None
@@ -107,16 +115,11 @@ class RequestState:
 
     @property
     def is_final(self) -> bool:
-        return self.status in FINAL
+        return self.status is not Status.RUNNING and self.status in FINAL  # most are, and to look one up costs more
 
     @property
     def is_resident(self) -> bool:
         return self.slot != NO_SLOT
-
-    @property
-    def needs_host(self) -> bool:
-        """Whether the host has a say between its tokens: it then has one step in flight at most."""
-        return bool(self.request.params.logits_processors) or self.request.params.structured_outputs is not None
 
     @property
     def draws_in_flight(self) -> bool:
@@ -124,22 +127,13 @@ class RequestState:
         return self.in_flight > 0 and self.num_planned >= self.prefill_end
 
     @property
-    def prompt_length(self) -> int:
-        return self.stops.prompt_length
-
-    @property
     def num_output(self) -> int:
-        return len(self.tokens) - self.stops.prompt_length
+        return len(self.tokens) - self.prompt_length
 
-    @property
-    def last_position(self) -> int:
-        """Positions that will ever be computed: the last token of the budget is sampled, never computed."""
-        return self.stops.prompt_length + self.stops.max_output - 1
-
-    def stamp(self, first: int, epoch: int) -> None:
-        """Output tokens from this index on come from the weights of this epoch."""
+    def stamp(self, epoch: int) -> None:
+        """Output tokens from here on come from the weights of this epoch."""
         if not self.epochs or self.epochs[-1][1] != epoch:
-            self.epochs.append((first, epoch))
+            self.epochs.append((self.num_output, epoch))
 
     @property
     def prompt_scores(self) -> TokenScores | None:
@@ -177,7 +171,7 @@ class RequestState:
             arrival=self.arrival,
             seed=group.seed,
             prompt_token_ids=list(self.request.prompt_token_ids),
-            token_ids=self.tokens[self.stops.prompt_length :],
+            token_ids=self.tokens[self.prompt_length :],
             finish_reason=ending.reason,
             stop=ending.stop,
             scores=None if self.scores is None else self.scores.copy(),
