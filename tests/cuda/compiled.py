@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def launch_a_life() -> None:
-    """Prompts, decoding, draws of all kinds, scores; what comes of it means nothing."""
+    """A prompt and a row of one query; what comes of it means nothing. Draws and scores are in float32 as ever."""
     rows = Driver(tiny_model())
     rows.runner.release()
     weights = {
@@ -75,11 +75,10 @@ def launch_a_life() -> None:
         num_pages=8 * rows.pages_per_slot, page_size=4, max_num_seqs=8, max_model_len=120, max_num_batched_tokens=128,
         device=torch.device("cpu"), dtype=torch.bfloat16, kv_dtype=E4M3,
     )  # fmt: skip
-    ids = [prompt(length) for length in (5, 9)]
-    rows.admit(0, 5, temperature=0.8, top_p=0.95, num_logprobs=3)
-    rows.admit(1, 9, masked_ids=(3, 5), min_tokens=2, num_prompt_logprobs=2)
-    rows.device.launch(rows.plan(Row(0, ids[0]), Row(1, ids[1], targets=ids[1][1:], target_start=1))).wait()
-    rows.device.launch(rows.plan(Row(0), Row(1))).wait()
+    ids = prompt(6)
+    rows.admit(0, 6)
+    rows.device.launch(rows.plan(Row(0, ids[:5], sample=False))).wait()
+    rows.device.launch(rows.plan(Row(0, ids[5:], 5, sample=False))).wait()
     rows.device._kv.poison([0])
 
 
