@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -13,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from perdure import EngineDead, SamplingParams, StateError
 from perdure.api.moment import RequestEvent
-from perdure.api.output import RequestMetrics
+from perdure.api.output import Replicas, RequestMetrics, Stats
 from perdure.server import feed
 from perdure.server.page import FILES
 from tests.server.browser import CHROMIUM, Page, browsing
@@ -98,6 +100,70 @@ def test_spans_are_few_and_of_a_sample_that_goes_on() -> None:
     assert feed._spans(metrics(*moved), 1, 15.0)[-3:] == [("decode", 12.0), ("evicted", 13.0), ("recompute", 14.0)]
     pauses = [(kind, 20.0 + at, 0, 0) for at in range(200) for kind in (("paused", "resumed")[at % 2],)]
     assert len(feed._spans(metrics(*begun, ("chunk", 12.0, 1, 0), *pauses), 1, 300.0)) == feed.MOST_SPANS
+
+
+class Behind:
+    """What a feed looks at. answers: to its questions, the last over and over; None = it never comes."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.num_asked = 0
+
+    async def stats(self) -> Any:
+        self.num_asked += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if answer is None:
+            await asyncio.Event().wait()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def replicas(self) -> Replicas:
+        return Replicas([], {"r3": 7})
+
+
+class Live:
+    """A handle."""
+
+    metrics = RequestMetrics(0.0, ())
+    num_output_tokens = 4
+
+    def __init__(self, name: str) -> None:
+        self.request_id = name
+
+    def add_done_callback(self, call: Any) -> None:
+        self.end = call
+
+
+STATS = Stats("running", 0, ["r1"], *[1] * 13)
+
+
+def test_a_look_is_bounded_shared_and_waits_for_nobody() -> None:
+    async def look() -> None:
+        busy = Behind(STATS, StateError("no coordinator"), None)
+        watched = feed.Feed(busy, "m")  # type: ignore[arg-type]
+        handles = [Live(f"r{at}") for at in range(feed.MOST_SHOWN + 50)]
+        for handle in handles:
+            watched.follow(handle, 3, SamplingParams())
+        first, second = await asyncio.gather(watched.look(False), watched.look(False))
+        assert first is second and busy.num_asked == 1, "one serves both"
+        assert (len(first.requests), first.num_not_shown) == (feed.MOST_SHOWN, 50)
+        assert [one.replica for one in first.requests[2:4]] == [None, 7] and first.requests[1].state == "paused"
+        for handle in handles:
+            handle.end(None)  # refused: never seen again
+        assert first.stats == STATS and first.stats_age_s < 5
+        for _ in range(2):  # it cannot answer, then it does not
+            watched._looked_at = 0.0
+            late = await watched.look(True)
+        assert late.stats == STATS and late.stats_age_s >= feed.PATIENCE_S and late.is_draining
+        assert not late.requests and busy.num_asked == 3
+        watched._looked_at = 0.0
+        await watched.look(False)
+        assert busy.num_asked == 3, "no second question while one is open"
+        with pytest.raises(EngineDead):
+            await feed.Feed(Behind(EngineDead("it died")), "m").look(False)  # type: ignore[arg-type]
+
+    asyncio.run(look())
 
 
 def test_the_files_load_nothing_from_elsewhere(server: Running) -> None:

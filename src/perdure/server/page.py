@@ -1,4 +1,4 @@
-"""The page at `/`: three files of `static/`, served as they are, and the look at what is going on that it asks for.
+"""The page at `/`: the files of `static/`, served as they are, and the look at what is going on that it asks for.
 
 Everything it needs comes from here: a policy forbids it to load anything else, and no key is asked for the files, which
 hold nothing of the server. What it shows it asks for with the key that its reader gives it.

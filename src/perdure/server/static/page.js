@@ -3,6 +3,7 @@
 
 const WINDOW_S = 20;
 const EVERY_MS = 1000;
+const PATIENCE_MS = 5000;
 const STALE_S = 3;
 const KEY = "perdure-key";
 const $ = (id) => document.getElementById(id);
@@ -56,7 +57,7 @@ let asksForKey = false;
 
 async function look() {
   try {
-    const response = await ask("state/live");
+    const response = await ask("state/live", { signal: AbortSignal.timeout(PATIENCE_MS) });
     if (response.status === 401) {
       askForKey();
     } else if (!response.ok) {
