@@ -15,7 +15,7 @@ from pathlib import Path
 from gpu_sections.report import Found, Setup, claims
 
 ROOT = Path(__file__).parents[2]
-WORKERS = 10  # beside the other sections
+WORKERS = 8  # beside the other sections
 MARGIN = 10  # seconds before a section's end
 
 
@@ -26,7 +26,8 @@ def tests(setup: Setup) -> Found:
 def flashinfer(setup: Setup) -> Found:
     if find_spec("flashinfer") is None:
         return {"not_run": ["flashinfer: flashinfer-python is not installed"]}
-    return run_pytest(setup, 3, "-m", "gpu", "-k", "flashinfer", "tests/cuda")
+    os.environ.setdefault("MAX_JOBS", "3")  # compilers at a time
+    return run_pytest(setup, 2, "-m", "gpu", "-k", "flashinfer", "tests/cuda")
 
 
 def run_pytest(setup: Setup, workers: int, *what: str) -> Found:
