@@ -36,7 +36,7 @@ def attention(setup: Setup) -> Found:
                 rows, length, heads, kv_heads = shape
                 us = _timed(_work(shape, page_size, invariant, prompts=True))
                 floor = 2 * rows * length**2 * heads * HEAD_DIM / PRODUCTS * 1e6
-                gate = None if invariant or page_size == 16 else theirs  # of the pages that long prompts are for
+                gate = None if invariant else theirs
                 found[f"prompts {rows} x {length}, {heads}/{kv_heads} heads, {how}"] = _figure(us, floor, gate, 1.35)
     return {"workloads": found}
 

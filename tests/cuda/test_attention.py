@@ -90,3 +90,34 @@ def test_splits_of_long_rows(gpu, num_rows):
     ))  # fmt: skip
     check_close(found[:8], right, torch.bfloat16)
     assert found.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "page_size"),
+    [(torch.bfloat16, 128, 16), (torch.bfloat16, 128, 48), (torch.bfloat16, 128, 256), (torch.float16, 64, 64)],
+)
+def test_long_prompts(gpu, dtype, dim, page_size):
+    """More blocks than a GPU has processors, of prompts and parts of prompts that begin and end anywhere, the longest
+    first, with blocks of padding; what is not seen is NaN."""
+    lengths, starts, heads, kv_heads = [1500, 333, 1, 128, 700, 64], [0, 1000, 129, 5, 128, 255], 32, 8
+    shape = CacheShape(heads, kv_heads, dim, 6 * 100, page_size)
+    random, layer = Random(gpu), LayerAttention(dim**-0.5)
+    width = -(-1600 // page_size)
+    table = random.order(shape.num_pages)[: 6 * width].view(6, width)
+    cache = random(2, kv_heads, shape.num_pages, page_size, dim, dtype=dtype)
+    for row, (start, length) in enumerate(zip(starts, lengths)):
+        hidden = torch.arange(start + length, width * page_size)
+        cache[:, :, table[row, hidden // page_size], hidden % page_size] = torch.nan
+    q = random(sum(lengths), heads, dim, dtype=dtype)
+    form = make_paged("triton", shape, layer, dtype, gpu)
+    blocks = [
+        (row, sum(lengths[:row]) + low, starts[row] + low, min(form.block_size, lengths[row] - low))
+        for row in range(6)
+        for low in range(0, lengths[row], form.block_size)
+    ]
+    blocks = [(0, 0, 0, 0), *sorted(blocks, key=lambda block: -block[2]), (0, 0, 0, 0)]
+    none = torch.empty(0, dtype=torch.int32, device=gpu)
+    rows = PagedRows(table.to(gpu, torch.int32), none, none, none, torch.tensor(blocks, dtype=torch.int32, device=gpu))
+    right = make_paged("reference", shape, layer, dtype, gpu).run(q, cache, rows)
+    for _ in range(3):
+        check_close(form.run(q, cache, rows), right, dtype)

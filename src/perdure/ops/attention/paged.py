@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
 from perdure.ops.attention.reference import PlannedReference
 
 PAGED_FORMS = ("triton", "flashinfer", "reference")
+HOPPER_TRITON = (["3", "6"],)  # versions of Triton that `ops.triton.hopper` was run with
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,12 @@ class PagedAttention(Protocol):
 
 
 class TritonPaged:
-    """See `ops.triton.attention`."""
+    """See `ops.triton.attention`; for_hopper: prompts as `ops.triton.hopper` has them."""
 
     name = "triton"
     is_planned = False
 
-    def __init__(self, shape: CacheShape, layer: LayerAttention, *, batch_invariant: bool) -> None:
+    def __init__(self, shape: CacheShape, layer: LayerAttention, *, batch_invariant: bool, for_hopper: bool) -> None:
         from perdure.ops.triton import attention
 
         self._decode, self._prompts = (
@@ -70,6 +72,12 @@ class TritonPaged:
         )
         self.block_size = attention.prompt_block(shape.head_dim, invariant=batch_invariant)
         self.kernel = f"triton by {attention.SPLIT}" if batch_invariant else "triton"
+        if for_hopper:
+            from perdure.ops.triton import hopper
+
+            assert not batch_invariant and layer.window is None and layer.softcap is None
+            self._prompts = partial(hopper.attend_prompts, scale=layer.scale)
+            self.kernel = "triton for Hopper"
 
     def plan(self, rows: AttentionRows) -> None:
         raise AssertionError("nothing is planned on the host")
@@ -80,6 +88,23 @@ class TritonPaged:
         self._decode(q, cache, rows.table, rows.index, rows.slots, rows.positions, out)
         self._prompts(q, cache, rows.table, rows.blocks, out)
         return out
+
+
+def _serves_hopper(
+    shape: CacheShape, layer: LayerAttention, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether `ops.triton.hopper` is for such prompts on this device, and can be compiled here."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device)[0] == 9
+        and version("triton").split(".")[:2] in HOPPER_TRITON
+        and dtype == kv_dtype
+        and dtype in (torch.bfloat16, torch.float16)
+        and shape.head_dim in (64, 128)
+        and shape.page_size % 16 == 0
+        and layer.window is None
+        and layer.softcap is None
+    )
 
 
 class ReferencePaged:
@@ -136,4 +161,5 @@ def make_paged(
         return flashinfer.FlashInferPaged(shape, layer, dtype, device)
     if name == "reference":
         return ReferencePaged(shape, layer)
-    return TritonPaged(shape, layer, batch_invariant=batch_invariant)
+    for_hopper = not batch_invariant and _serves_hopper(shape, layer, dtype, kv_dtype or dtype, device)
+    return TritonPaged(shape, layer, batch_invariant=batch_invariant, for_hopper=for_hopper)
