@@ -85,5 +85,9 @@ class JournalError(PerdureError, ValueError):
     """The file is no journal, a damaged one, or a replay went another way."""
 
 
+BAD_LOGITS = "the model's logits hold NaN or no finite value"
+"""What a `StepFailed` says of a request whose row the model left nothing to draw from."""
+
+
 class StepFailed(PerdureError, RuntimeError):
     """The step that held this request raised; the request ends with this error."""

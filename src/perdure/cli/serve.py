@@ -54,6 +54,9 @@ def serve(
     reasoning_parser: Annotated[str, _option("think: <think> ... </think> is reasoning_content; none.")] = "none",
     num_front_ends: Annotated[int, _option("Processes that share the port; the engine is then apart.")] = 1,
     log_requests: Annotated[bool, _option("A line of JSON on stderr for each request.", "--log-requests")] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None, _option("Send OpenTelemetry's spans of requests there; needs perdure[otel].", metavar="URL")
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's interface. Ends with SIGTERM or Ctrl-C, when requests have ended."""
     settings = engine.settings() | launch.settings()
@@ -89,6 +92,7 @@ def serve(
         "reasoning_parser": reasoning_parser,
         "num_front_ends": num_front_ends,
         "log_requests": log_requests,
+        "otlp_traces_endpoint": otlp_traces_endpoint,
     }
     run(config, ServeConfig(**serving), remark)
 

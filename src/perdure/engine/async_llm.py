@@ -74,9 +74,9 @@ class Handle:
         """Of all samples; until it ends, of a request that streams."""
         return self._receiver.num_output_tokens
 
-    def add_done_callback(self, call: Callable[[RequestOutput | None], None]) -> None:
-        """Called on the loop with the result, or with None if there is only an error."""
-        self._result.add_done_callback(lambda done: call(None if done.exception() else done.result()))
+    def add_done_callback(self, call: Callable[[RequestOutput | BaseException], None]) -> None:
+        """Called on the loop with the result, or with the error if there is nothing else."""
+        self._result.add_done_callback(lambda done: call(done.exception() or done.result()))
 
     def abort(self) -> None:
         """End it with what it has; the handle then gives the partial result. Nothing happens if it has ended."""

@@ -154,6 +154,8 @@ class Door:
             auth.check(request, self._endpoint.access, self._front.config)
             if self._endpoint.works:
                 inside.enter_context(self._front.working())
+            if self._front.tracing is not None:
+                inside.enter_context(self._front.tracing.entered(request.headers))
             return await self._endpoint.handler(self._front, request)
         except ClientGone:
             raise

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Generator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
 from starlette.requests import Request
@@ -29,7 +29,7 @@ class _Taken:
     """In place of the handle of a request whose name is live at another front end."""
 
     def __init__(self, name: str) -> None:
-        self._error = InvalidValue(f"request_id={name!r} is live: an id is free again when its request ended")
+        self.error = InvalidValue(f"request_id={name!r} is live: an id is free again when its request ended")
 
     def abort(self) -> None:
         pass
@@ -41,7 +41,7 @@ class _Taken:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        raise self._error
+        raise self.error
 
 
 class Part(NamedTuple):
@@ -90,12 +90,12 @@ class Batch:
         self.num_cached_tokens = 0
         self._handles: list[Any] = []
         self._ended: set[int] = set()
-        self._num_tokens: Counter[tuple[int, int]] = Counter()
-        """Of each prompt's samples, as told so far."""
         try:
-            for prompt, name in zip(prompts, names, strict=True):
+            for at, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
                 if name in taken:
-                    self._handles.append(_Taken(name))
+                    refused = _Taken(name)
+                    self._handles.append(refused)
+                    self._over(at, refused.error)
                     continue
                 if prompt.checkpoint is not None:
                     handle = front.llm.submit(prompt.checkpoint, request_id=name)
@@ -103,6 +103,7 @@ class Batch:
                     asked = {"prompt_token_ids": prompt.token_ids, "cache_salt": salt}
                     handle = front.llm.submit(asked, params, request_id=name)
                 self._handles.append(handle)
+                handle.add_done_callback(partial(self._over, at))
                 front.feed.follow(handle, len(prompt.token_ids), params)
         except BaseException:
             self.abort()
@@ -115,6 +116,12 @@ class Batch:
                 with contextlib.suppress(PerdureError):
                     handle.abort()
                 self._release(at)
+
+    def _over(self, at: int, result: RequestOutput | BaseException) -> None:
+        """A request of the engine has ended, whoever still waits for it."""
+        self._ended.add(at)
+        self._release(at)
+        self._front.ended(self._names[at], len(self.prompts[at].token_ids), self.params, result)
 
     def _release(self, at: int) -> None:
         if self._claim:
@@ -130,10 +137,10 @@ class Batch:
 
     async def _result(self, at: int) -> RequestOutput | PerdureError:
         try:
-            result: RequestOutput | PerdureError = await self._handles[at]
+            result: RequestOutput = await self._handles[at]
         except PerdureError as error:
-            result = error
-        self._count(at, result)
+            return error
+        self.num_cached_tokens += result.num_cached_tokens
         return result
 
     async def parts(self) -> AsyncIterator[Part]:
@@ -162,25 +169,11 @@ class Batch:
     async def _parts_of(self, at: int) -> AsyncIterator[Part]:
         try:
             async for output in self._handles[at]:
-                self._count(at, output)
+                if output.finished:
+                    self.num_cached_tokens += output.num_cached_tokens
                 yield Part(at, output)
         except PerdureError as error:
-            self._count(at, error)
             yield Part(at, error)
-
-    def _count(self, at: int, told: RequestOutput | PerdureError) -> None:
-        metrics = self._front.metrics
-        if isinstance(told, RequestOutput):
-            for output in told.outputs:
-                self._num_tokens[at, output.index] += len(output.token_ids)
-                if output.finish_reason is not None:
-                    metrics.output_ended(self._num_tokens[at, output.index], output.finish_reason)
-            if not told.finished:
-                return
-            self.num_cached_tokens += told.num_cached_tokens
-        self._ended.add(at)
-        self._release(at)
-        metrics.ended(len(self.prompts[at].token_ids), self.params, told)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T], abort: Callable[[], None]) -> T:

@@ -22,7 +22,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: of a request. drain_timeout_s: how long requests may still take after SIGTERM.
     tool_call_parser: how calls of tools stand in the model's text; auto = as its chat template writes them.
     reasoning_parser: "think" = text between <think> and </think> is the answer's `reasoning_content`.
-    log_requests: a line of JSON on stderr for each request. num_front_ends: processes that share the port; with more
+    log_requests: a line of JSON on stderr for each request. otlp_traces_endpoint: where OpenTelemetry's spans of them
+    go, as http://localhost:4318/v1/traces. num_front_ends: processes that share the port; with more
     than one the engine is apart from them, behind a coordinator.
     """
 
@@ -42,6 +43,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: ToolParserName = "auto"
     reasoning_parser: ReasoningParserName = "none"
     log_requests: bool = False
+    otlp_traces_endpoint: str | None = None
     num_front_ends: int = 1
 
     def __post_init__(self) -> None:

@@ -46,7 +46,7 @@ class Handle(Protocol):
     @property
     def num_output_tokens(self) -> int: ...
 
-    def add_done_callback(self, call: Callable[[RequestOutput | None], None]) -> None: ...
+    def add_done_callback(self, call: Callable[[RequestOutput | BaseException], None]) -> None: ...
 
 
 class Followed(NamedTuple):
@@ -116,9 +116,11 @@ class Feed:
         self._live[number] = one, handle
         handle.add_done_callback(lambda result: self._leave(number, result))
 
-    def _leave(self, number: int, result: RequestOutput | None) -> None:
+    def _leave(self, number: int, result: RequestOutput | BaseException) -> None:
         one, _ = self._live.pop(number)
-        if result is None or result.metrics is None or (at := result.metrics.finished_time) is None:
+        if not isinstance(result, RequestOutput) or result.metrics is None:
+            return
+        if (at := result.metrics.finished_time) is None:
             return
         count = sum(event.num_tokens for event in result.metrics.events if event.kind == "ended")
         self._ended.append(Ended(one, result.metrics, count, at, result.outputs[0].finish_reason))

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from perdure import AsyncLLM, InvalidValue
+from perdure import AsyncLLM, InvalidValue, RequestOutput, SamplingParams
 from perdure.api.errors import shown
 from perdure.server.config import ServeConfig
 from perdure.server.errors import HTTPError
@@ -17,6 +17,7 @@ from perdure.server.feed import Feed
 from perdure.server.metrics import Metrics
 from perdure.server.peers import Peers
 from perdure.server.tools import found_convention
+from perdure.server.tracing import Tracing
 
 MAX_ID = 256
 ID_PATTERN = rf"[!-~]{{1,{MAX_ID}}}"
@@ -47,6 +48,8 @@ class Front:
         self.max_model_len: int | None = description.get("max_model_len")
         self.metrics = Metrics(self.model, description, metrics_folder)
         self.feed = Feed(llm, self.model)
+        endpoint = config.otlp_traces_endpoint
+        self.tracing = None if endpoint is None else Tracing.to(endpoint, self.model)
         self.convention = found_convention(llm, config.tool_call_parser)
         self.created = int(time.time()) if created is None else created
         self.is_draining = False
@@ -54,6 +57,14 @@ class Front:
         self._num_inside = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def ended(
+        self, request_id: str, num_prompt_tokens: int, params: SamplingParams, result: RequestOutput | BaseException
+    ) -> None:
+        """A request of the engine is over: it is counted, and traced."""
+        self.metrics.ended(num_prompt_tokens, params, result)
+        if self.tracing is not None:
+            self.tracing.ended(request_id, num_prompt_tokens, params, result)
 
     def check_model(self, asked: str | None) -> None:
         """Raises `HTTPError` for another model than this one."""

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from perdure import PerdureError, RequestOutput, SamplingParams
+from perdure import RequestOutput, SamplingParams
+from perdure.api.errors import BAD_LOGITS
 from perdure.api.output import RequestMetrics, Stats
 
 STATES = ("running", "paused", "suspended", "stopped")
@@ -57,6 +58,9 @@ class Metrics:
         def histogram(name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, words, list(labels), buckets=buckets, registry=self._registry).labels(**labels)
 
+        def counter(name: str, words: str, *others: str) -> Counter:
+            return Counter(name, words, [*labels, *others], registry=self._registry)
+
         self._first_token = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
         self._between = histogram("vllm:inter_token_latency_seconds", "Mean time between a request's tokens.", _SECONDS)
         self._whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
@@ -66,55 +70,41 @@ class Metrics:
         self._prompt = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._output = histogram("vllm:request_generation_tokens", "Tokens of an output.", _TOKENS)
         self._samples = histogram("vllm:request_params_n", "Samples asked of a prompt.", _SAMPLES)
-        self._ended = Counter(
-            "vllm:request_success",
-            "Outputs, by what ended them.",
-            [*labels, "finished_reason"],
-            registry=self._registry,
-        )
-        self._partial = Counter(
-            "perdure:aborted_with_partial",
-            "Outputs that were aborted after some tokens.",
-            list(labels),
-            registry=self._registry,
-        ).labels(**labels)
-        self._refused = Counter(
-            "perdure:requests_refused",
-            "Requests that never began, by error.",
-            [*labels, "error"],
-            registry=self._registry,
-        )
-        self._failed = Counter(
-            "perdure:requests_failed",
-            "Requests that began and failed, by error.",
-            [*labels, "error"],
-            registry=self._registry,
-        )
+        self._ended = counter("vllm:request_success", "Outputs, by what ended them.", "finished_reason")
+        self._partial = counter("perdure:aborted_with_partial", "Outputs that were aborted after some tokens.")
+        self._refused = counter("perdure:requests_refused", "Requests that never began, by error.", "error")
+        self._failed = counter("perdure:requests_failed", "Requests that began and failed, by error.", "error")
+        self._nan = counter("perdure:nan_scores", "Requests that failed since logits held NaN, or nothing finite.")
         self._labels = labels
+        for one in (self._partial, self._nan):
+            one.labels(**labels)  # they are there from the start, as 0
         settings = {name: str(description[name]) for name in ("num_pages", "page_size") if name in description}
         info = {**labels, "num_gpu_blocks": settings.get("num_pages", ""), "block_size": settings.get("page_size", "")}
         Gauge(
             "vllm:cache_config_info", "The KV pool.", list(info), registry=self._registry, multiprocess_mode="max"
         ).labels(**info).set(1)
 
-    def ended(self, num_prompt_tokens: int, params: SamplingParams, result: RequestOutput | PerdureError) -> None:
+    def ended(self, num_prompt_tokens: int, params: SamplingParams, result: RequestOutput | BaseException) -> None:
         """One request of the engine is over."""
-        if isinstance(result, PerdureError):
+        if not isinstance(result, RequestOutput):
             self._refused.labels(**self._labels, error=type(result).__name__).inc()
             return
         if result.error is not None:
             self._failed.labels(**self._labels, error=type(result.error).__name__).inc()
+            if str(result.error) == BAD_LOGITS:
+                self._nan.labels(**self._labels).inc()
+        for output in result.outputs:
+            self._output_ended(len(output.token_ids), output.finish_reason or "error")
         self._prompt.observe(num_prompt_tokens)
         self._samples.observe(params.n)
         if result.metrics is not None:
             self._observe_times(result.metrics)
 
-    def output_ended(self, num_tokens: int, reason: str) -> None:
-        """One of its outputs is."""
+    def _output_ended(self, num_tokens: int, reason: str) -> None:
         self._ended.labels(**self._labels, finished_reason=reason).inc()
         self._output.observe(num_tokens)
         if reason == "abort" and num_tokens:
-            self._partial.inc()
+            self._partial.labels(**self._labels).inc()
 
     def _observe_times(self, metrics: RequestMetrics) -> None:
         arrival, scheduled = metrics.arrival_time, metrics.first_scheduled_time

@@ -151,6 +151,11 @@ class Server(uvicorn.Server):
         self.front = front
         self._draining: asyncio.Task[None] | None = None
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().serve(sockets)
+        if self.front.tracing is not None:
+            await asyncio.to_thread(self.front.tracing.close)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Nothing: `on_signal` is called."""

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perdure.api.errors import BAD_LOGITS
 from perdure.ops.sampling import NO_LIST, Scores
 from perdure.ops.triton.scores import View, best_ids, score
 from perdure.runner.inputs import Ints
-from perdure.runner.sampler import BAD_LOGITS, ScoreEntries
+from perdure.runner.sampler import ScoreEntries
 
 NO_SCORES: np.ndarray = np.empty(0, np.float32)
 
