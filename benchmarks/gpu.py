@@ -77,7 +77,7 @@ ALWAYS = {"value", "unit", "floor", "gate", "goal", "gate_met", "kernels"}
 
 
 class Child:
-    """A process that imports what a section needs, and runs it once it is told for how long it may."""
+    """A process that imports what a section needs, and runs it once it is told until when it may."""
 
     def __init__(self, name: str, folder: Path, profile: bool) -> None:
         self.name = name
@@ -100,7 +100,7 @@ class Child:
     def begin(self, seconds: float) -> None:
         self._begun, self._seconds = time.monotonic(), seconds
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{seconds}\n")
+        self._process.stdin.write(f"{self._begun + seconds}\n")
         self._process.stdin.close()
 
     def end(self) -> tuple[Found, float]:
@@ -127,12 +127,12 @@ class Child:
 
 
 def run_child(name: str, folder: Path, profile: bool) -> int:
-    """The other side of `Child`: run a section when there is a line that says for how long."""
+    """The other side of `Child`: run a section when there is a line that says until when (all clocks here are one)."""
     line = sys.stdin.readline()
     if not line:
         return 0
     try:
-        found = SECTIONS[name].run(Setup(folder, profile, float(line)))
+        found = SECTIONS[name].run(Setup(folder, profile, float(line) - time.monotonic()))
     except Exception as error:
         found = {"failed": [f"{name}: {type(error).__name__}: {error}"]}
     (folder / "found.json").write_text(json.dumps(found))

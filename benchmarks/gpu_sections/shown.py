@@ -33,7 +33,7 @@ def flashinfer(setup: Setup) -> Found:
 def run_pytest(setup: Setup, workers: int, *what: str) -> Found:
     """What passed and failed, also of a run that its time was too short for."""
     file, log = setup.folder / "witnessed", setup.folder / "log"
-    options = ["-q", "-p", "no:cacheprovider", "--tb=short", "--durations=15", f"--basetemp={setup.folder / 'files'}"]
+    options = ["-v", "-p", "no:cacheprovider", "--tb=short", "--durations=15", f"--basetemp={setup.folder / 'files'}"]
     if find_spec("xdist"):
         options += ["-n", str(workers), "--dist", "worksteal"]
     command = [sys.executable, "-m", "pytest", *options, *what]
@@ -49,12 +49,14 @@ def run_pytest(setup: Setup, workers: int, *what: str) -> Found:
     text = log.read_text(errors="replace")
     lines = text.splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    if failed or code != 0:
-        print(text[-20_000:])
-        if code is None:
-            failed.append(f"pytest was cut off after {seconds:.0f} s")
-        failed = failed or [f"pytest ended with {code}"]
     summary = next((line for line in reversed(lines) if " passed" in line or " failed" in line), "")
+    if code is None:  # there is no summary
+        failed = [line for line in lines if " FAILED" in line] + [f"pytest was cut off after {seconds:.0f} s"]
+        summary = f"{text.count(' PASSED')} passed until it was cut off"
+    elif code and not failed:
+        failed = [f"pytest ended with {code}"]
+    if failed:
+        print(text[-20_000:])
     slowest = [line.strip() for line in lines if " call " in line or " setup " in line]
     skipped = [line for line in lines if line.startswith("SKIPPED")]
     return claims(file) | {"failed": failed, "summary": summary, "slowest": slowest, "skipped": skipped}
