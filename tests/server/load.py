@@ -69,20 +69,22 @@ class Report:
     num_tokens: int = 0
     first_token_s: list[float] = field(default_factory=list)
     num_kills: int = 0
+    elapsed_s: float = 0.0
+    """Until the last answer: requests that have begun are waited for."""
     rss_bytes: list[tuple[float, int]] = field(default_factory=list)
     """Seconds since the load began, and the memory of the server and its children."""
 
-    def figures(self, seconds: float) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         times = sorted(self.first_token_s) or [0.0]
         return {
-            "seconds": round(seconds, 1),
+            "until_the_last_answer_s": round(self.elapsed_s, 1),
             "requests": dict(sorted(self.counts.items())),
             "wrong": self.wrong[:20],
             "num_wrong": len(self.wrong),
             "replicas_killed": self.num_kills,
             "events": self.num_events,
             "output_tokens": self.num_tokens,
-            "output_tokens_per_s": round(self.num_tokens / seconds, 1),
+            "output_tokens_per_s": round(self.num_tokens / max(self.elapsed_s, 1e-9), 1),
             "time_to_first_token_s": {
                 "median": round(statistics.median(times), 3),
                 "p99": round(times[len(times) * 99 // 100], 3),
@@ -294,7 +296,9 @@ def load(
 
         async def run() -> None:
             watching = asyncio.create_task(watch(server.pid, report, kills_at, draw))
+            begun = time.monotonic()
             await Clients(url, asked, report, seed).run(count, seconds)
+            report.elapsed_s = time.monotonic() - begun
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
@@ -316,13 +320,13 @@ def main() -> None:
     begun = time.monotonic()
     report, state = load(given.model, given.seconds, given.clients, given.max_tokens, given.seed)
     lines = {
-        "command": "python -m tests.server.load " + " ".join(sys.argv[1:]),
+        "seconds": given.seconds,
         "model": given.model or "SmolLM2-135M-Instruct",
         "clients": given.clients,
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
         "with_start_s": round(time.monotonic() - begun, 1),
-        **report.figures(given.seconds),
+        **report.figures(),
         "leaked_pages": state["num_pages"] - state["num_free_pages"],
     }
     print(json.dumps(lines, indent=1))

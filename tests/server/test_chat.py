@@ -28,6 +28,9 @@ TOOL = {
 OTHER = {"type": "function", "function": {"name": "now", "parameters": {"enum": [{"a": 1}]}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>'
 
+THINKING = [ord(letter) - 33 for letter in "<think>hm</think>yes"]
+"""The tiny model's ids of single letters."""
+
 
 def saying(text: str) -> dict[str, Any]:
     """Settings with which the model says this."""
@@ -50,6 +53,16 @@ OPTIONS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["yes", "no"]}}}},
     {"response_format": {"type": "text"}, "chat_template_kwargs": {"thinks": True}},
     {"add_generation_prompt": False, "include_reasoning": False},
+    {"forced_token_ids": THINKING, "max_tokens": 30, "logprobs": True, "return_token_ids": True},
+    {"forced_token_ids": THINKING, "max_tokens": 30, "include_reasoning": False},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "logit_bias": {"65": 5}, "bad_words": ["b"]},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5, "allowed_token_ids": [65, 66, 67]},
+    {"stop_token_ids": [199], "min_tokens": 2, "strip_stop_tokens": True, "logprobs": True, "return_token_ids": True},
+    {"stop_token_sequences": [[66, 67]], "allowed_token_ids": [66, 67], "strip_stop_tokens": True, "max_tokens": 30},
+    {"detokenize": False, "return_token_ids": True, "logprobs": True, "top_logprobs": 1},
+    {"skip_special_tokens": False, "ignore_eos": True, "priority": 1, "cache_salt": "salt", "reasoning_effort": "low"},
+    {"logprob_token_ids": [7, 8], "logprobs": True, "logprobs_mode": "processed", "skip_reading_prefix_cache": True},
+    {"max_tokens": None, "max_completion_tokens": 3, "structured_outputs": {"regex": "[ab]{9}"}},
 ]
 
 

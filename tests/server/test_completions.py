@@ -41,6 +41,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"skip_reading_prefix_cache": True, "add_special_tokens": False},
     {"structured_outputs": {"choice": ["\U0001f600!\u4e16"]}, "return_token_ids": True},
     {"response_format": {"type": "json_object"}, "max_tokens": 12},
+    {"stop": ["b", "ca"], "allowed_token_ids": [64, 65, 66], "return_token_ids": True, "max_tokens": 30},
+    {"stop": "bc", "allowed_token_ids": [65, 66], "strip_stop_tokens": True, "return_token_ids": True, "logprobs": 0},
+    {"stop_token_sequences": [[66, 67]], "allowed_token_ids": [66, 67], "strip_stop_tokens": True, "max_tokens": 30},
+    {"prompt_logprobs": 0, "echo": True, "n": 2, "return_token_ids": True},
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import signal
 import time
@@ -13,29 +14,52 @@ from typing import Any
 import httpx
 import pytest
 
+from perdure import LLM, SamplingParams
 from tests.server.conftest import Running, running
 from tests.server.started import ENDLESS, PATH, ends, in_flight, process
 from tests.witness import witness
 
 
-def test_t02_an_id_is_free_straight_after_its_abort(server: Running) -> None:
-    draw, partial = random.Random(2), 0
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(12):
-            first = pool.submit(server.told, PATH, prompt=[256, 7], request_id="x", **ENDLESS)
-            server.wait_until(lambda stats: stats["num_running"] > 0)
-            time.sleep(draw.random() * 0.02)
-            assert server.post("/abort", request_ids=["x"]).status_code == 200
-            second = server.told(PATH, prompt=[256, 9, 9], request_id="x", max_tokens=4, ignore_eos=True, temperature=0)
-            ended = first.result()
-            assert ended["id"] == second["id"] == "x"
-            assert ended["choices"][0]["finish_reason"] == "abort"
-            assert second["choices"][0]["finish_reason"] == "length" and second["usage"]["completion_tokens"] == 4
-            partial += len(ended["choices"][0]["token_ids"]) > 0
-    witness("T02-http", partial=partial)
+def test_t02_an_id_is_free_straight_after_its_abort(server: Running, direct: LLM) -> None:
+    """200 times: a stream that would not end is aborted after some events, and its id is used again at once."""
+    draw = random.Random(2)
+    short: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
+    [result] = direct.generate([[256, 9, 9]], SamplingParams(**short))
+    expected, num_events = result.outputs[0].token_ids, 0
+
+    async def first(client: httpx.AsyncClient, begun: asyncio.Event, wanted: int) -> list[dict[str, Any]]:
+        body = {**ENDLESS, "prompt": [256, 7], "request_id": "x", "stream": True}
+        found = []
+        async with client.stream("POST", PATH, json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    found += json.loads(line.removeprefix("data: "))["choices"]
+                    if len(found) >= wanted:
+                        begun.set()
+        return found
+
+    async def both(client: httpx.AsyncClient) -> int:
+        begun = asyncio.Event()
+        reading = asyncio.create_task(first(client, begun, draw.randrange(1, 8)))
+        reading.add_done_callback(lambda _: begun.set())
+        await begun.wait()
+        assert (await client.post("/abort", json={"request_ids": ["x"]})).status_code == 200
+        again = {**short, "prompt": [256, 9, 9], "request_id": "x", "return_token_ids": True}
+        second = (await client.post(PATH, json=again)).json()["choices"][0]
+        ended = await reading
+        assert ended[-1]["finish_reason"] == "abort" and sum(len(part["token_ids"]) for part in ended) > 0
+        assert second["finish_reason"] == "length" and second["token_ids"] == expected
+        return len(ended)
+
+    async def all_of_them() -> int:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            return sum([await both(client) for _ in range(200)])
+
+    num_events = asyncio.run(all_of_them())
+    witness("T02-http", times=200, events=num_events)
 
 
-def test_t05_a_request_that_waits_for_pages_is_aborted_with_what_it_has(tiny: Path) -> None:
+def test_t05_a_request_that_waits_for_pages_is_aborted_with_what_it_has(tiny: Path, direct: LLM) -> None:
     settings: dict[str, Any] = {
         "num_pages": 8,
         "paused_pages": 8,
@@ -43,7 +67,12 @@ def test_t05_a_request_that_waits_for_pages_is_aborted_with_what_it_has(tiny: Pa
         "check_integrity": True,
     }
     with running(tiny, {}, **settings) as server, ThreadPoolExecutor(2) as pool:
-        body = {"max_tokens": 100, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
+        shape: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "logprobs": 0, "seed": 3}
+        alone = {
+            name: direct.generate([[256, first]], SamplingParams(**shape))[0].outputs[0]
+            for name, first in (("a", 5), ("b", 6))
+        }
+        body = {**shape, "return_token_ids": True}
         calls = {
             name: pool.submit(server.told, PATH, prompt=[256, first], request_id=name, **body)
             for name, first in (("a", 5), ("b", 6))
@@ -57,19 +86,25 @@ def test_t05_a_request_that_waits_for_pages_is_aborted_with_what_it_has(tiny: Pa
             aborted["finish_reason"] == "abort" and len(aborted["token_ids"]) == len(aborted["logprobs"]["tokens"]) > 0
         )
         assert other["finish_reason"] == "length" and len(other["token_ids"]) == 100
+        for choice, expected in ((aborted, alone[name]), (other, alone["a" if name == "b" else "b"])):
+            kept = len(choice["token_ids"])
+            assert choice["token_ids"] == expected.token_ids[:kept]
+            assert choice["logprobs"]["token_logprobs"] == (expected.selected_logprobs or [])[:kept]
         server.check_empty()
         witness("T05-http", kept=len(aborted["token_ids"]), waited=stats["num_pauses"] + stats["num_evictions"])
 
 
-def test_t07_harmless_aborts(server: Running) -> None:
+def test_t07_harmless_aborts(server: Running, direct: LLM) -> None:
+    shape: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "seed": 7}
+    [expected] = direct.generate([[256, 7]], SamplingParams(**shape))
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.told, PATH, prompt=[256, 7], request_id="abc", **{**ENDLESS, "max_tokens": 300})
+        running = pool.submit(server.told, PATH, prompt=[256, 7], request_id="abc", return_token_ids=True, **shape)
         server.wait_until(lambda stats: stats["num_running"] > 0)
         server.told(PATH, prompt="a", request_id="done", max_tokens=1)
         for names in ("", "unknown", "done", ["ab", "ab"], [], 7):
             assert server.post("/abort", request_ids=names).status_code == 200
         choice = running.result()["choices"][0]
-    assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == 300
+    assert choice["finish_reason"] == "length" and choice["token_ids"] == expected.outputs[0].token_ids
     witness("T07-http", tokens=300)
 
 

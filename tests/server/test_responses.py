@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.server.conftest import Running
-from tests.server.test_chat import CALL, TOOL, saying
+from tests.server.test_chat import CALL, THINKING, TOOL, saying
 
 FUNCTION = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
 PATH = "/v1/responses"
@@ -29,6 +29,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "add"}, "max_output_tokens": 90},
     {"tools": [FUNCTION], "tool_choice": "required", "max_output_tokens": 200, "parallel_tool_calls": False},
     {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"enum": ["yes", "no"]}}}},
+    {"extra_body": {"forced_token_ids": THINKING, "max_tokens": 30, "return_token_ids": True}},
+    {"top_p": 0.9, "max_output_tokens": 30, "extra_body": {"stop": ["a", "bc"], "top_k": 40, "max_tokens": 30}},
+    {"max_output_tokens": 5, "extra_body": {"stream_interval": 2, "logit_bias": {"65": 9}, "max_tokens": 5}},
 ]
 
 

@@ -70,6 +70,8 @@ class _Answer:
         self._num_output_tokens = 0
         self._begun: set[int] = set()
         """Choices of which something was told."""
+        self._held: dict[int, list[CompletionChoice]] = {}
+        """By prompt: the last of samples that ended before others."""
         tokenizer, skips = front.llm.tokenizer, settings.skip_special_tokens
         names = Names(tokenizer, bool(body.return_tokens_as_token_ids))
         choices = range(settings.n * len(batch.prompts)) if settings.logprobs is not None else ()
@@ -102,13 +104,25 @@ class _Answer:
 
     def _chunks(self, part: Part, prompt_scores: TokenScores | None) -> list[bytes]:
         found = []
-        for choice in self._choices(part.prompt, part.output, prompt_scores):
+        for choice in self._told_whole(part, self._choices(part.prompt, part.output, prompt_scores)):
             says = choice.text or choice.finish_reason or choice.logprobs or choice.token_ids
             if not says and choice.prompt_token_ids is UNSET:
                 continue
             used = usage_so_far(self._body, self._batch, self._num_output_tokens)
             found.append(event(self._told([choice], used)))
         return found
+
+    def _told_whole(self, part: Part, choices: list[CompletionChoice]) -> list[CompletionChoice]:
+        """The last of each sample waits for the prompt's scores, which come with the last sample's."""
+        output, held = part.output, self._held.setdefault(part.prompt, [])
+        if not self._tells_prompt_scores or isinstance(output, PerdureError):
+            return choices
+        if not output.finished:
+            held += [choice for choice in choices if choice.finish_reason is not None]
+            return [choice for choice in choices if choice.finish_reason is None]
+        for choice in held:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        return [*held, *choices]
 
     def _choices(
         self, at: int, output: RequestOutput | PerdureError, prompt_scores: TokenScores | None
