@@ -48,6 +48,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "memcheck": ("memcheck", KERNELS, ALONE),
     "memcheck of attention": ("memcheck", ATTENTION, ALONE),
     "memcheck of steps in graphs": ("memcheck", STEPS, {}),
+    "memcheck of long prompts": ("memcheck", ("tests/cuda/test_attention.py::test_long_prompts",), ALONE),
     "racecheck": ("racecheck", KERNELS, ALONE),
     "racecheck of attention": ("racecheck", ATTENTION, ALONE),
 }

@@ -39,7 +39,8 @@ def test_attention_over_pages_of_8_bits_is_that_over_their_values(device, dtype,
         [(1, 1, 60, 70), (2, 71, 3, 5), (0, 0, 0, 0)],
     )  # fmt: skip
     rows = PagedRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
-    form = make_paged("triton", CacheShape(4, 2, dim, 40, 16), LayerAttention(dim**-0.5, *KINDS[kind]), dtype, device)
+    shape, layer = CacheShape(4, 2, dim, 40, 16), LayerAttention(dim**-0.5, *KINDS[kind])
+    form = make_paged("triton", shape, layer, dtype, device, kv_dtype=E4M3)
     check_close(form.run(q, pages, rows)[:77], form.run(q.float(), pages.float(), rows)[:77], dtype)
 
 
