@@ -9,9 +9,10 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 from perdure import LLM, SamplingParams
@@ -87,6 +88,77 @@ def test_many_at_once(server: Running, direct: LLM) -> None:
             return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
 
     assert asyncio.run(all_at_once()) == [result.outputs[0].text for result in expected]
+
+
+class Capital(pydantic.BaseModel):
+    """What a caller wants to have."""
+
+    city: Literal["Paris", "Rome"]
+    is_large: bool
+    rank: Literal[1, 2, 3]
+
+
+def test_answers_in_the_callers_own_classes(client: openai.OpenAI) -> None:
+    """`parse` and `stream` of chats and responses, which send the class's schema and read the answer into it."""
+    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION}
+    whole = client.chat.completions.parse(**asked, response_format=Capital, seed=5, max_completion_tokens=100)
+    found = whole.choices[0].message.parsed
+    assert isinstance(found, Capital) and whole.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(**asked, response_format=Capital, seed=5) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == found
+    response = client.responses.parse(model="tiny", input="?", text_format=Capital, extra_body={"seed": 5})
+    assert isinstance(response.output_parsed, Capital)
+    tool = openai.pydantic_function_tool(Capital)
+    called = client.chat.completions.parse(**asked, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    [call] = called.choices[0].message.tool_calls or []
+    assert call.function.name == "Capital" and isinstance(call.function.parsed_arguments, Capital)
+
+
+def test_one_loop_chats_streams_calls_and_responds(server: Running, client: openai.OpenAI) -> None:
+    """The asynchronous client, all of it at once, gives what the other gives."""
+    asked: dict[str, Any] = {"model": "tiny", "messages": [USER], "seed": 4, "max_completion_tokens": 9}
+    tools: dict[str, Any] = {"model": "tiny", "messages": [USER], "tools": [TOOL], "extra_body": saying(f"ok {CALL}")}
+    answer: dict[str, Any] = {"model": "tiny", "input": "1+2?", "max_output_tokens": 9, "extra_body": {"seed": 4}}
+    expected = [
+        client.chat.completions.create(**asked).choices[0].message.content,
+        client.chat.completions.create(**tools).choices[0].message.tool_calls[0].function.arguments,  # type: ignore
+        client.responses.create(**answer).output_text,
+    ]
+
+    async def chatted(client: openai.AsyncOpenAI) -> str:
+        parts = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        found = [part async for part in parts]
+        assert found[-1].usage is not None and found[-1].usage.completion_tokens == 9
+        return "".join(choice.delta.content or "" for part in found for choice in part.choices)
+
+    async def called(client: openai.AsyncOpenAI) -> str:
+        async with client.chat.completions.stream(**tools) as stream:
+            message = (await stream.get_final_completion()).choices[0].message
+        return message.tool_calls[0].function.arguments  # type: ignore[index]
+
+    async def responded(client: openai.AsyncOpenAI) -> str:
+        async with client.responses.stream(**answer) as stream:
+            said = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+        return "".join(said)
+
+    async def all_at_once() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(chatted(client), called(client), responded(client))
+
+    assert asyncio.run(all_at_once()) == expected
+
+
+def test_headers_many_samples_and_a_stream_that_is_left(server: Running, client: openai.OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        model="tiny", messages=QUESTION, n=3, max_tokens=4, extra_body={"request_id": "mine"}
+    )
+    assert raw.headers["x-request-id"] == "mine" and raw.parse().id == "mine"
+    assert [choice.index for choice in raw.parse().choices] == [0, 1, 2]
+    body: dict[str, Any] = {"ignore_eos": True}
+    stream = client.completions.create(model="tiny", prompt="a", max_tokens=900, stream=True, extra_body=body)
+    assert next(iter(stream)).choices
+    stream.close()
+    server.check_empty()
 
 
 def test_a_real_model_answers(smollm2: Running) -> None:
