@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 from perdure import LLM, SamplingParams
 from perdure.models.tiny import make_tiny, make_tiny_llama
+from perdure.ops.triton import rows
+from perdure.runner.cuda import runner as cuda_runner
 from tests.engine.helpers import num_replays, prompt
 from tests.witness import witness
 
@@ -92,6 +95,29 @@ def test_eager_and_mixed_graphs(gpu, model, graphs):
     found, _, replays = run(model, "cuda", params, max_num_batched_tokens=48, **graphs)
     check_same(found, right)
     assert (replays > 0) == ("num_cuda_graphs" not in graphs)
+
+
+def test_back_optimized(gpu, model, monkeypatch):
+    """Fused layer modules against plain ones on the same device, where theirs is the forward that runs."""
+    ran: Counter[str] = Counter()
+
+    def counted(name: str, fused: Any) -> Any:
+        def run_it(*arguments: Any) -> Any:
+            ran[name] += 1
+            return fused(*arguments)
+
+        return run_it
+
+    for module, name in ((rows, "add_norm"), (rows, "silu_mul"), (cuda_runner, "turn_and_write")):
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0, logprobs=1)
+    plain = {"linear_backend": "reference", "attention_backend": "reference"}
+    right, _, _ = run(model, "cuda", params, **plain)
+    assert not ran
+    found, _, replays = run(model, "cuda", params)
+    check_same(found, right)
+    assert [one.prompt_token_ids for one in found] == [one.prompt_token_ids for one in right]
+    witness("back-optimized", replays=replays, **ran)
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3"])
