@@ -142,8 +142,8 @@ class OnDevice:
 
     def finish(self, launched: Launched, results: torch.Tensor, slots: np.ndarray) -> StepOutput:
         tokens, codes = results.cpu().numpy().astype(np.int64)[:, : len(slots)]
-        output, rows = launched.output(tokens, codes)
-        self.rows.sampled(slots[rows], tokens[rows])
+        output, good = launched.output(tokens, codes)
+        self.rows.sampled(slots[good], tokens[good])
         return output
 
 

@@ -62,10 +62,12 @@ class PackedStep:
 def pack(plan: StepPlan, rows: RowStore, page_size: int) -> PackedStep:
     """The plan as arrays; its deltas must have been applied to rows."""
     slots = np.array(plan.slot, np.int64)
+    assert np.array_equal(rows.request[slots], plan.request), "a row of the plan is not the request in its slot"
+    if not plan.tokens:
+        return _pack_decodes(plan, slots, rows, page_size)
     lengths = np.array(plan.length, np.int64)
     starts = np.array(plan.start, np.int64)
-    assert np.array_equal(rows.request[slots], plan.request), "a row of the plan is not the request in its slot"
-    assert len(plan.length) == 0 or lengths.min() > 0, "a row of the plan computes nothing"
+    assert lengths.min() > 0, "a row of the plan computes nothing"
 
     on_device = starts == DEVICE_POSITION
     starts = np.where(on_device, rows.position[slots], starts)
@@ -94,6 +96,30 @@ def pack(plan: StepPlan, rows: RowStore, page_size: int) -> PackedStep:
         sampled=sampled,
         sampled_hidden=offsets[1:][sampled] - 1,
         targets=_targets(plan, offsets[:-1] - starts),
+    )
+
+
+def _pack_decodes(plan: StepPlan, slots: Ints, rows: RowStore, page_size: int) -> PackedStep:
+    """The same where every row goes on where its device row stands: most steps, in half the time."""
+    count = len(slots)
+    assert plan.length.count(1) == count, "a row of one token has another number of them"
+    assert plan.start.count(DEVICE_POSITION) == count, "a row's tokens are missing from the plan"
+    positions = rows.position[slots]
+    offsets = np.arange(count + 1)
+    page, inside = np.divmod(positions, page_size)
+    sampled = np.flatnonzero(plan.sample)
+    return PackedStep(
+        token_ids=rows.last_token[slots],
+        positions=positions,
+        slots=slots,
+        starts=positions,
+        ends=positions + 1,
+        offsets=offsets,
+        on_device=np.ones(count, np.bool_),
+        kv_slots=rows.block_table[slots, page] * page_size + inside,
+        sampled=sampled,
+        sampled_hidden=sampled,
+        targets=_targets(plan, offsets[:-1] - positions),
     )
 
 

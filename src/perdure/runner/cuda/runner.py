@@ -277,11 +277,12 @@ class CudaRunner:
         if not count:
             return outputs[0]
         hidden, drawn, kept = outputs[0], Adjusted(*outputs[1:6]), Kept(*outputs[6:])
-        settings = StepColumns.on_device(self._words[: size.num_words], size).samples.settings()
         after = None
         if len(parts.masked):
             after = self._sampler.draw_masked(drawn.logits, step, parts, launched.errors)
-        launched.scores = self._sampler.scores(step, parts, (drawn, kept, settings), after)
+        if self._sampler.any_scores(step, parts):
+            settings = StepColumns.on_device(self._words[: size.num_words], size).samples.settings()
+            launched.scores = self._sampler.scores(step, parts, (drawn, kept, settings), after)
         return hidden
 
     def _plan_attention(self, step: PackedStep) -> None:
@@ -357,10 +358,10 @@ class CudaRunner:
 
     def _finish(self, launched: Launched, tokens: Ints, codes: np.ndarray) -> StepOutput:
         """The output of a step that has run."""
-        output, rows = launched.output(tokens, codes)
+        output, good = launched.output(tokens, codes)
         # A slot may have another request by now, which this step's result is nothing to.
         here = self._rows.request[launched.all_slots] == launched.requests
-        good = np.isin(launched.rows, rows) & here[launched.rows]
+        good &= here[launched.rows]
         self._rows.sampled(launched.slots[good], tokens[good])
         self._failed.learn(launched.all_slots.tolist(), [(row, why) for row, why in output.errors if here[row]])
         return output

@@ -42,6 +42,12 @@ class Parts:
     masked: Ints
     on_host: Ints
 
+    @property
+    def with_step(self) -> Ints:
+        """Indices into on_device of those drawn with the step."""
+        every = np.arange(len(self.on_device))
+        return np.setdiff1d(every, self.masked) if len(self.masked) else every
+
 
 class DeviceSampler:
     """last_token [S + 1]: the token sampled last into each slot, and into one that nobody has. results [2, most]:
@@ -87,7 +93,7 @@ class DeviceSampler:
 
     def fill(self, columns: SampleColumns, step: PackedStep, parts: Parts) -> None:
         """What is drawn with the step, over padding; rows that wait for a mask stay padding."""
-        at = np.setdiff1d(np.arange(len(parts.on_device)), parts.masked)
+        at = parts.with_step
         self._fill(columns, at, step, parts.on_device[at])
 
     def _fill(self, columns: SampleColumns, at: Ints, step: PackedStep, sampled: Ints) -> None:
@@ -121,11 +127,14 @@ class DeviceSampler:
         self.results[0, at], self.results[1, at] = tokens, codes
         return x, kept, settings
 
+    def any_scores(self, step: PackedStep, parts: Parts) -> bool:
+        """Whether a row drawn on the device asks for scores."""
+        asked = self._rows.num_logprobs[step.slots[step.sampled[parts.on_device]]]
+        return bool((asked != NO_LOGPROBS).any())
+
     def scores(self, step: PackedStep, parts: Parts, drawn: Drawn, masked: Drawn | None) -> list[PendingScores]:
         """Of the rows that asked: those drawn with the step, and those after."""
-        where = np.arange(len(parts.on_device))
-        with_step = np.setdiff1d(where, parts.masked)
-        found = [self._scores(step, parts.on_device, with_step, with_step, drawn)]
+        found = [self._scores(step, parts.on_device, parts.with_step, parts.with_step, drawn)]
         if masked is not None:
             found.append(self._scores(step, parts.on_device, parts.masked, np.arange(len(parts.masked)), masked))
         return [one for one in found if one is not None]

@@ -99,6 +99,8 @@ class StepColumns:
 
 def blocks_of(step: PackedStep, rows: Ints, block_size: int) -> Ints:
     """The blocks [b, 4] of these rows, those with the longest past first: they take longest."""
+    if not len(rows):
+        return np.empty((0, 4), np.int64)
     lengths = step.offsets[rows + 1] - step.offsets[rows]
     counts = -(-lengths // block_size)
     of = np.repeat(np.arange(len(rows)), counts)

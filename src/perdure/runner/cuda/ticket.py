@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from perdure.api.errors import BAD_LOGITS, described
 from perdure.api.plan import StepOutput, StepPlan
@@ -97,17 +98,19 @@ class Launched:
     host_tokens: Ints = field(default_factory=lambda: NONE)
     host_entries: ScoreEntries = field(default_factory=ScoreEntries)
 
-    def output(self, tokens: Ints, codes: np.ndarray) -> tuple[StepOutput, Ints]:
-        """What came of the step, and which of its rows have a token that the device drew."""
+    def output(self, tokens: Ints, codes: np.ndarray) -> tuple[StepOutput, NDArray[np.bool_]]:
+        """What came of the step, and which of `rows` have a token."""
         errors = self.errors
         for pending in self.prompt_scores:
             pending.add_to(self.prompt_entries, errors)
-        for row, code in zip(self.rows[codes != FINE.value].tolist(), codes[codes != FINE.value].tolist(), strict=True):
+        good: NDArray[np.bool_] = codes == FINE.value
+        for row, code in zip(self.rows[~good].tolist(), codes[~good].tolist(), strict=True):
             is_masked = code == LEAVES_NOTHING.value and row in self.masked
             errors.setdefault(row, NOTHING_ALLOWED if is_masked else WHY[code])
         for pending in self.scores:
             pending.add_to(self.host_entries, errors)
-        good = ~np.isin(self.rows, list(errors))
+        if errors:
+            good = ~np.isin(self.rows, list(errors))
         rows = np.concatenate([self.rows[good], self.host_rows])
         drawn = np.concatenate([tokens[good], self.host_tokens])
         if len(self.host_rows):
@@ -123,7 +126,7 @@ class Launched:
             prompt_records=self.prompt_entries.columns(errors),
             errors=sorted(errors.items()),
         )
-        return output, self.rows[good]
+        return output, good
 
 
 Finish = Callable[[Launched, Ints, np.ndarray], StepOutput]
