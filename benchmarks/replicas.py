@@ -71,17 +71,23 @@ def prompt_tokens_computed(llm: LLM, num_new: int, num_answered: int, seed: int 
 
 
 def start_and_stop(model: str | None, num_replicas: int) -> Traffic:
-    """From nothing to the first token, and back to nothing."""
+    """From nothing to the first token, and back to nothing; and the CPU time of all children until then."""
     began = time.perf_counter()
     llm = LLM(model, data_parallel_size=num_replicas)
     serves = time.perf_counter()
     llm.generate([[1, 2, 3]], greedy(1))
     answered = time.perf_counter()
     processes = [child.process for child in llm._engine.fleet.children]  # type: ignore[attr-defined]
+    cpu_s = cpu_seconds([process.pid for process in processes]) - time.process_time()
     llm.shutdown()
     ended = time.perf_counter()
     assert all(process.returncode is not None for process in processes)
-    return {"serves_s": serves - began, "first_token_s": answered - began, "shutdown_s": ended - answered}
+    return {
+        "serves_s": serves - began,
+        "first_token_s": answered - began,
+        "shutdown_s": ended - answered,
+        "children_cpu_s": cpu_s,
+    }
 
 
 def middle(rates: list[tuple[float, float]], by: int) -> float:

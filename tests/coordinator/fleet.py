@@ -33,7 +33,7 @@ QUIET = Routing("load_balanced", replica_wait_s=PATIENCE_S, silence_s=60.0)
 PR_SET_PDEATHSIG = 1
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["perdure.engine.replica"])
+_context.set_forkserver_preload(["tests.coordinator.preloaded"])
 
 
 def process(work: Callable[..., None], *arguments: Any) -> BaseProcess:

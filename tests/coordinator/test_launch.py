@@ -81,9 +81,9 @@ def test_children_that_are_killed_are_started_again_and_none_is_left(tiny: Path,
 
 PARENT = """
 import sys, time
-from perdure import LLM
-llm = LLM(sys.argv[1], data_parallel_size=2, page_size=16, num_pages=128)
-fleet = llm._engine.fleet
+from perdure.api.config import EngineConfig
+from perdure.engine.launch import Processes
+fleet = Processes(EngineConfig(model=sys.argv[1], num_pages=128))
 print(fleet.scratch.path, *(child.process.pid for child in fleet.children), flush=True)
 time.sleep(1000)
 """
@@ -95,7 +95,7 @@ def test_no_process_outlives_the_one_that_started_it(tiny: Path) -> None:
         assert parent.stdout is not None
         folder, *words = parent.stdout.readline().split()
         pids = [int(word) for word in words]
-        assert len(pids) == 3 and all(map(is_there, pids)) and Path(folder).exists()
+        assert len(pids) == 2 and all(map(is_there, pids)) and Path(folder).exists()
         parent.kill()
     until(lambda: not any(map(is_there, pids)), PATIENCE_S)
     assert not Path(folder).exists()
