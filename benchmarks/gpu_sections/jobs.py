@@ -137,12 +137,13 @@ def run_job(llm: LLM, prompts: Ids, new_tokens: list[int]) -> float:
     return seconds
 
 
-def kernels(llm: LLM, prompts: Ids, steps: int) -> list[str]:
-    """Where a GPU's time goes in a step of decoding: microseconds a step, calls a step, name."""
+def kernels(run: Callable[[int], object], steps: int) -> list[str]:
+    """Where a GPU's time goes in a step of decoding: microseconds a step, calls a step, name. run: a job of so many new
+    tokens a prompt."""
     found: dict[str, list[float]] = {}
     for sign, new_tokens in ((1, steps + 1), (-1, 1)):  # the same with the prompts alone is taken off
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            run_job(llm, prompts, [new_tokens] * len(prompts))
+            run(new_tokens)
         for one in profile.key_averages():
             total = found.setdefault(one.key, [0.0, 0.0])
             total[0] += sign * one.self_device_time_total / steps
@@ -175,7 +176,7 @@ def job(name: str, setup: Setup) -> Found:
         value = 1 / step if name == "b1" else value
     more["description"] = {k: v for k, v in llm.describe().items() if k in ("cuda_graphs", "pool", "kernels")}
     if setup.profile and name in PROFILED:
-        more["kernels"] = kernels(llm, prompts, 32)
+        more["kernels"] = kernels(lambda count: run_job(llm, prompts, [count] * len(prompts)), 32)
     close(llm)
     found = {name: workload(round(value, 1), **FIGURES[name], **more)}
     if name == "b256":

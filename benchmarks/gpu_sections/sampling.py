@@ -3,6 +3,7 @@
 - A step of decoding: 256 prompts of 128 ids with 49 new tokens, less the same with one, shared out; median of three.
 - A function is a logits processor that does nothing: what sampling on the host costs. "masks" are those of grammars:
   bits of every row put on the device and drawn with, without the step before and the grammars themselves.
+- What a step takes of the host is said beside each, prompts' steps counted in; of the dearest, which kernels it takes.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from gpu_sections.jobs import ENGINE, QWEN3_06B, equal_job
+from gpu_sections.jobs import ENGINE, QWEN3_06B, HostTime, equal_job, kernels
 from gpu_sections.report import Found, Setup, close, workload
 from perdure import LLM, SamplingParams
 
@@ -32,6 +34,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "processed scores of the 5 best": {"logprobs": 5, "logprobs_mode": "processed", "top_p": 0.95},
     "penalties and a function": {"frequency_penalty": 0.1, "logits_processors": [lambda ids, logits: logits]},
 }  # fmt: skip
+PROFILED = ("top_k and top_p", "scores of the token", "scores of the 20 best")
 
 
 def sampling(setup: Setup) -> Found:
@@ -39,14 +42,18 @@ def sampling(setup: Setup) -> Found:
     prompts, _ = equal_job(ROWS, 128, 1, QWEN3_06B["vocab_size"])
     found: dict[str, Any] = {}
     llm = LLM(str(setup.folder), **ENGINE, max_num_seqs=ROWS)
+    host = HostTime(llm)
     for name, asked in ASKED.items():
         on_host = "logits_processors" in asked
         new_tokens, repeats = (5, 1) if on_host else (NEW_TOKENS, 3)
         run(llm, prompts, min(3, new_tokens), asked)  # warm-up
+        host.reset()
         steps = [run(llm, prompts, new_tokens, asked) - run(llm, prompts, 1, asked) for _ in range(repeats)]
-        found[f"step, {name}"] = workload(
-            round(1e3 * statistics.median(steps) / (new_tokens - 1), 3), "ms", less_is_better=True
-        )
+        more: dict[str, Any] = {"ms_of_host_a_step": host.a_step()}
+        if setup.profile and name in PROFILED:
+            more["kernels"] = kernels(partial(run, llm, prompts, asked=asked), 16)
+        value = round(1e3 * statistics.median(steps) / (new_tokens - 1), 3)
+        found[f"step, {name}"] = workload(value, "ms", less_is_better=True, **more)
     close(llm)
     found["draw, masks"] = workload(round(masks(), 3), "ms", less_is_better=True)
     return {"workloads": found}
