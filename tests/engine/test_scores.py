@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
 from perdure import LLM, InvalidValue, SamplingParams
+from perdure.api.errors import StepFailed
 from perdure.api.output import RequestOutput
 from perdure.models.base import Attend, Model, ModelConfig
 from tests.engine.conftest import DEVICES, Check, MakeAsync, MakeLLM, Solo
@@ -269,6 +271,29 @@ def test_T40_each_request_gets_what_it_asked_for(make_llm: MakeLLM, solo: Solo) 
         assert (scores is None) == (count is None) and (output.prompt_logprobs is None) == (count != 20)
         if scores is not None and count is not None:
             assert set(scores.num_top) == {min(count, V) if count >= 0 else V}
+
+
+@DEVICES
+@pytest.mark.parametrize("budget", [512, 7])
+@pytest.mark.parametrize("by", ["a grammar", "a function"])
+def test_T41_prompt_scores_of_a_request_without_a_first_token(
+    by: str, budget: int, make_llm: MakeLLM, check_as_promised: Check
+) -> None:
+    """It fails where it draws; its prompt is scored as any other, whatever the chunks, with and without the cache."""
+    if by == "a grammar":
+        failing = settings(prompt_logprobs=2, allowed_token_ids=[5], structured_outputs={"choice": ["no"]})
+    else:
+        failing = settings(prompt_logprobs=2, logits_processors=lambda output_ids, logits: logits[:1])
+    llm, ids = make_llm(max_num_batched_tokens=budget), prompt(60)
+    first, again = (llm.generate([ids], failing)[0] for _ in range(2))
+    (whole,) = llm.generate([ids], settings(prompt_logprobs=2, max_tokens=0))
+    for output in (first, again):
+        assert isinstance(output.error, StepFailed) and output.outputs[0].token_ids == []
+        assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 60
+        check_as_promised(replace(output, error=None), replace(whole, outputs=output.outputs))
+    both = llm.generate([ids], replace(failing, n=2))[0]
+    assert [one.finish_reason for one in both.outputs] == ["error"] * 2
+    assert both.prompt_logprobs is not None and len(both.prompt_logprobs) == 60
 
 
 def test_T42_prompt_scores_with_the_prefix_cache(make_llm: MakeLLM, solo: Solo) -> None:

@@ -207,7 +207,25 @@ def test_nan_is_an_error_of_its_row_alone(model):
     assert all("NaN" in message for _, message in bad.errors)
     assert bad.num_sampled == [0, 1, 0] and bad.tokens == good.tokens[1:2]
     assert entries(bad.records) == [entry for entry in entries(good.records) if entry[0] == 1]
-    assert entries(bad.prompt_records) == [entry for entry in entries(good.prompt_records) if entry[0] == 1]
+    of_neighbour = [entry for entry in entries(good.prompt_records) if entry[0] == 1]
+    assert entries(bad.prompt_records)[2:] == of_neighbour
+    assert [entry[:2] for entry in entries(bad.prompt_records)[:2]] == [(0, 1), (0, 2)], "of usable logits, all of them"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 9])
+def test_a_failing_prompt_is_scored_up_to_its_first_bad_position(model, monkeypatch, size):
+    """However it is cut into steps, and these into slices: entries after it do not count, good as they are."""
+    monkeypatch.setattr("perdure.runner.sampler.TARGET_SLICE", 2)
+    ids, poison, found = [3, 4, 5, 199, 6, 7, 8, 9, 10], 199, []
+    driver = Driver(NaNModel(model, poison))
+    driver.admit(0, len(ids), num_prompt_logprobs=0)
+    for low in range(0, len(ids), size):
+        targets = ids[low + 1 : low + size + 1]
+        output = driver.run(Row(0, ids[low : low + size], low, sample=False, targets=targets, target_start=low + 1))
+        found += output.prompt_records.position
+        if output.errors:
+            break
+    assert found == [1, 2, 3] and output.errors, "the token at 4 would be scored by the logits that are not usable"
 
 
 def test_a_plan_for_another_request_is_our_own_mistake(model):

@@ -161,7 +161,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """What a step gave: num_sampled[i] of `tokens` belong to the plan's row i (0 where nothing was to be sampled).
 
     records: scores of sampled tokens, one for each sampled token of a row that asked. prompt_records: of targets.
-    errors: (row, message) pairs; such a row has no token, and its scores are absent.
+    errors: (row, message) pairs; such a row has no token, and of its targets the scores before the first failure.
     """
 
     step: int

@@ -42,12 +42,12 @@ class Committing:
             if state.is_final:
                 requests.forget_if_done(state)
                 continue
-            if row in failed:
-                requests.end(state, Ending("error", failure=Failure(StepFailed.__name__, failed[row])))
-                continue
             if row in prompt_records:
                 assert state.prompt_scores is not None
                 append_scores(state.prompt_scores, output.prompt_records, prompt_records[row], state.tokens)
+            if row in failed:
+                requests.end(state, Ending("error", failure=Failure(StepFailed.__name__, failed[row])))
+                continue
             if count:
                 state.stamp(epoch)
                 state.tokens += output.tokens[first:at]

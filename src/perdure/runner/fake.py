@@ -225,7 +225,8 @@ class FakeDevice:
         self._kv[plan.poisoned_pages] = _DIRT
         self._kv[plan.fresh_pages] = _CLEARED
         self._copy(plan)
-        self._failed.update((plan.slot[row], message) for row, message in self._fail(plan).items())
+        draw_nothing = {row: why for row, why in self._fail(plan).items() if plan.slot[row] not in self._failed}
+        self._failed.update((plan.slot[row], message) for row, message in draw_nothing.items())
         failed = {row: self._failed[slot] for row, slot in enumerate(plan.slot) if slot in self._failed}
         made = Made(list(failed.items()))
         token_at = target_at = 0
@@ -234,10 +235,8 @@ class FakeDevice:
             targets = plan.targets[target_at : target_at + plan.num_targets[row]]
             token_at += len(given)
             target_at += len(targets)
-            if row in failed:
-                made.num_sampled.append(0)
-                continue
-            made.num_sampled.append(self._run_row(plan, row, given, targets, made))
+            left_out = row in failed and row not in draw_nothing
+            made.num_sampled.append(0 if left_out else self._run_row(plan, row, given, targets, made))
         return made.output(plan.step)
 
     def _copy(self, plan: StepPlan) -> None:
@@ -265,7 +264,7 @@ class FakeDevice:
                 raise DeviceFault(f"slot {slot}: a score of position {at} from positions {start} to {end - 1}")
             self._score(made.prompt_records, row, at, before, target, settings.num_prompt_logprobs)
         self._position[slot] = end
-        if not plan.sample[row]:
+        if not plan.sample[row] or slot in self._failed:
             return 0
         known = self._read(content)
         history = self._history[slot]

@@ -190,6 +190,6 @@ class Runner:
             num_sampled=num_sampled.tolist(),
             tokens=tokens,
             records=scores.columns(errors),
-            prompt_records=prompt_scores.columns(errors),
+            prompt_records=prompt_scores.columns(),
             errors=sorted(errors.items()),
         )

@@ -10,6 +10,7 @@ Shapes: H = hidden size, V = vocabulary, S sampled rows, T targets.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -54,6 +55,7 @@ class Sampler:
             rows, positions, ids = targets.row[part], targets.position[part], targets.token[part]
             good = _good_rows(logits, rows, errors)
             if len(good) < len(rows):
+                entries.end(np.delete(rows, good), np.delete(positions, good))
                 logits, rows, positions, ids = logits[good], rows[good], positions[good], ids[good]
             num_top = self._rows.num_prompt_logprobs[slots[rows]]
             entries.add(rows, positions, score(logits, ids, num_top))
@@ -134,11 +136,16 @@ def _good_rows(logits: Floats, rows: Ints, errors: dict[int, str]) -> Ints:
 
 @dataclass(slots=True)
 class ScoreEntries:
-    """Scores collected in parts, any order of rows; in order of position within a row."""
+    """Scores collected in parts, any order of rows; in order of position within a row.
+
+    A row's entries end before its first position without usable logits: what comes before is the same wherever a step
+    ends. ends: that position, by row.
+    """
 
     rows: list[Ints] = field(default_factory=list)
     positions: list[Ints] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
+    ends: dict[int, int] = field(default_factory=dict)
 
     def add(self, rows: Ints, positions: Ints, scores: Scores) -> None:
         self.rows.append(rows)
@@ -146,14 +153,21 @@ class ScoreEntries:
         scores = replace(scores, top_ids=[ids.astype(np.int32) for ids in scores.top_ids])
         self.scores.append(scores)
 
-    def columns(self, errors: dict[int, str]) -> ScoreColumns:
-        """In the plan's order of rows and in order of position, without the rows that failed."""
+    def end(self, rows: Ints, positions: Ints) -> None:
+        """The logits of these are not usable."""
+        for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
+            self.ends[row] = min(position, self.ends.get(row, position))
+
+    def columns(self, without: Iterable[int] = ()) -> ScoreColumns:
+        """In the plan's order of rows and in order of position. without: rows that have none."""
         if not self.rows:
             return ScoreColumns.empty()
-        row = np.concatenate(self.rows)
+        row, position = np.concatenate(self.rows), np.concatenate(self.positions)
+        kept_rows = ~np.isin(row, list(without))
+        for ended, end in self.ends.items():
+            kept_rows &= (row != ended) | (position < end)
         order = np.argsort(row, kind="stable")
-        if errors:
-            order = order[~np.isin(row[order], list(errors))]
+        order = order[kept_rows[order]]
         top_ids = [ids for part in self.scores for ids in part.top_ids]
         top_scores = [values for part in self.scores for values in part.top_scores]
         listed_ranks = [ranks for part in self.scores for ranks in part.listed_ranks]
@@ -161,7 +175,7 @@ class ScoreEntries:
         kept = order.tolist()
         return ScoreColumns(
             row=row[order].tolist(),
-            position=np.concatenate(self.positions)[order].tolist(),
+            position=position[order].tolist(),
             chosen=np.concatenate([part.chosen for part in self.scores])[order].tolist(),
             rank=np.concatenate([part.rank for part in self.scores])[order].tolist(),
             num_top=[len(top_ids[entry]) for entry in kept],

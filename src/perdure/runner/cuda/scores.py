@@ -39,6 +39,7 @@ class PendingScores:
     def add_to(self, entries: ScoreEntries, errors: dict[int, str]) -> None:
         """As entries; the rows of unusable logits get an error instead."""
         bad = self.bad.numpy()
+        entries.end(self.rows[bad], self.positions[bad])
         errors.update((row, BAD_LOGITS) for row in self.rows[bad].tolist() if row not in errors)
         good = np.flatnonzero(~bad)
         values, ranks = self.scores.numpy()[good], self.ranks.numpy()[good]

@@ -100,9 +100,10 @@ class Launched:
 
     def output(self, tokens: Ints, codes: np.ndarray) -> tuple[StepOutput, NDArray[np.bool_]]:
         """What came of the step, and which of `rows` have a token."""
-        errors = self.errors
+        of_prompts: dict[int, str] = {}
         for pending in self.prompt_scores:
-            pending.add_to(self.prompt_entries, errors)
+            pending.add_to(self.prompt_entries, of_prompts)
+        errors = self.errors | of_prompts  # a prompt's fault comes before that of the token drawn after it
         good: NDArray[np.bool_] = codes == FINE.value
         for row, code in zip(self.rows[~good].tolist(), codes[~good].tolist(), strict=True):
             is_masked = code == LEAVES_NOTHING.value and row in self.masked
@@ -123,7 +124,7 @@ class Launched:
             num_sampled=num_sampled.tolist(),
             tokens=drawn.tolist(),
             records=self.host_entries.columns(errors),
-            prompt_records=self.prompt_entries.columns(errors),
+            prompt_records=self.prompt_entries.columns(),
             errors=sorted(errors.items()),
         )
         return output, good
