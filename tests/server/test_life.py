@@ -147,6 +147,15 @@ def test_t67_a_client_that_goes_aborts_its_requests(server: Running) -> None:
     witness("T67", events=sum(received), aborted_after_ms=max(1, round(seconds * 1000)))
 
 
+def test_an_idle_connection_is_closed_by_its_client(server: Running) -> None:
+    """Else a request that is sent just then is lost: clients keep one for 5 s, proxies for up to a minute."""
+    assert server.server.config.timeout_keep_alive > 60
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        for _ in range(3):
+            told = client.get("/health")
+            assert told.status_code == 200 and "connection" not in told.headers
+
+
 def test_a_full_queue_is_429(tiny: Path) -> None:
     with running(tiny, {}, num_pages=256, max_num_seqs=1, max_num_waiting=1) as server, ThreadPoolExecutor(2) as pool:
         calls = []

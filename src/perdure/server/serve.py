@@ -27,6 +27,9 @@ from perdure.server.front import Front
 
 log = logging.getLogger("perdure")
 
+KEEP_ALIVE_S = 90
+"""How long an idle connection stays open: longer than with the usual clients (5 s) and proxies (60 s). Whoever closes
+first should be the one who sends, else a request meets a connection that is just being closed, and is lost."""
 ANSWERS_S = 3.0
 """How long aborted requests may take to be answered."""
 
@@ -145,6 +148,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 ssl_certfile=front.config.ssl_certfile,
                 ssl_keyfile=front.config.ssl_keyfile,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
             )
         )
