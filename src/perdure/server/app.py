@@ -117,6 +117,8 @@ CONTROL: tuple[Endpoint, ...] = (
         gives=vllm_bodies.CacheCleared
     ),
     _control("POST", "/weights", control.weights, "Compute with other weights.", control_bodies.WeightsRequest),
+    _control("POST", "/init_weight_group", control.init_weight_group, "Join.", control_bodies.GroupRequest),
+    _control("POST", "/destroy_weight_group", control.destroy_weight_group, "Leave it."),
     _control("POST", "/checkpoint", control.checkpoint, "A live request.", control_bodies.CheckpointRequest)._replace(
         gives=None, media="application/octet-stream"
     ),

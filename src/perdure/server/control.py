@@ -6,21 +6,24 @@ level 2 with weights="drop".
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from perdure import InvalidValue
+from perdure import InvalidValue, StateError
 from perdure.api.command import Tag
 from perdure.server.bodies import content, decode
 from perdure.server.front import Front
 from perdure.server.protocol.control import (
     AbortRequest,
     Asleep,
+    Broadcast,
     CheckpointRequest,
     Done,
+    GroupRequest,
     PauseRequest,
     ResumeRequest,
     State,
@@ -29,6 +32,8 @@ from perdure.server.protocol.control import (
 )
 from perdure.server.protocol.vllm import CacheCleared
 from perdure.server.replies import json_response
+from perdure.server.tensors import of_shared
+from perdure.server.weight_group import WeightGroup
 
 _VLLM_TAGS = {"kv_cache": "kv", "kv": "kv", "weights": "weights"}
 
@@ -75,7 +80,40 @@ async def reset_prefix_cache(front: Front, request: Request) -> Response:
 
 async def weights(front: Front, request: Request) -> Response:
     body: WeightsRequest = await _body(front, request, WeightsRequest)
-    await front.llm.update_weights(body.weights, epoch=body.epoch, cache=body.cache, in_flight=body.in_flight)
+    source: Any = body.weights
+    if sum(one is not None for one in (body.weights, body.shared, body.broadcast)) > 1:
+        raise InvalidValue("weights, shared and broadcast each say which weights: give one of them")
+    if body.shared is not None:
+        source = await asyncio.to_thread(of_shared, body.shared)
+    elif body.broadcast is not None:
+        source = await _broadcast(front, body.broadcast)
+    await front.llm.update_weights(source, epoch=body.epoch, cache=body.cache, in_flight=body.in_flight)
+    return json_response(Done())
+
+
+async def _broadcast(front: Front, asked: Broadcast) -> Any:
+    if front.weight_group is None:
+        raise StateError("broadcast: there is no group: POST /init_weight_group first")
+    try:
+        return await front.weight_group.receive(asked)
+    except StateError:
+        front.weight_group = None  # nobody knows what is on its way there
+        raise
+
+
+async def init_weight_group(front: Front, request: Request) -> Response:
+    body: GroupRequest = await _body(front, request, GroupRequest)
+    if front.config.num_front_ends > 1:
+        raise InvalidValue(f"num_front_ends={front.config.num_front_ends}: a group of weights needs one front end")
+    if front.weight_group is not None:
+        raise StateError("there is a group already: POST /destroy_weight_group first")
+    front.weight_group = await WeightGroup.join(body)
+    return json_response(Done())
+
+
+async def destroy_weight_group(front: Front, request: Request) -> Response:
+    """Harmless if there is none."""
+    front.weight_group = None
     return json_response(Done())
 
 

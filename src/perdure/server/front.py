@@ -18,6 +18,7 @@ from perdure.server.metrics import Metrics
 from perdure.server.peers import Peers
 from perdure.server.tools import found_convention
 from perdure.server.tracing import Tracing
+from perdure.server.weight_group import WeightGroup
 
 MAX_ID = 256
 ID_PATTERN = rf"[!-~]{{1,{MAX_ID}}}"
@@ -52,6 +53,8 @@ class Front:
         self.tracing = None if endpoint is None else Tracing.to(endpoint, self.model)
         self.convention = found_convention(llm, config.tool_call_parser)
         self.created = int(time.time()) if created is None else created
+        self.weight_group: WeightGroup | None = None
+        """Over which weights may be broadcast."""
         self.is_draining = False
         self.is_warm = False
         self._num_inside = 0
