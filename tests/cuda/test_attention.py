@@ -99,20 +99,23 @@ def test_splits_of_long_rows(gpu, num_rows):
 def test_long_prompts(gpu, dtype, dim, page_size):
     """More blocks than a GPU has processors, of prompts and parts of prompts that begin and end anywhere, the longest
     first, with blocks of padding; what is not seen is NaN."""
-    lengths, starts, heads, kv_heads = [1500, 333, 1, 128, 700, 64], [0, 1000, 129, 5, 128, 255], 32, 8
-    shape = CacheShape(heads, kv_heads, dim, 6 * 100, page_size)
+    if torch.cuda.get_device_capability(gpu)[0] != 9:
+        pytest.skip("no Hopper here")
+    lengths, starts, heads, kv_heads = [1500, 333, 1, 128, 700, 64, 5], [0, 1000, 129, 5, 128, 255, 3], 32, 8
+    num_rows = len(lengths)
+    shape = CacheShape(heads, kv_heads, dim, num_rows * 100, page_size)
     random, layer = Random(gpu), LayerAttention(dim**-0.5)
     width = -(-1600 // page_size)
-    table = random.order(shape.num_pages)[: 6 * width].view(6, width)
+    table = random.order(shape.num_pages)[: num_rows * width].view(num_rows, width)
     cache = random(2, kv_heads, shape.num_pages, page_size, dim, dtype=dtype)
     for row, (start, length) in enumerate(zip(starts, lengths)):
         hidden = torch.arange(start + length, width * page_size)
         cache[:, :, table[row, hidden // page_size], hidden % page_size] = torch.nan
     q = random(sum(lengths), heads, dim, dtype=dtype)
-    form = make_paged("triton", shape, layer, dtype, gpu)
+    form = make_paged("hopper", shape, layer, dtype, gpu)
     blocks = [
         (row, sum(lengths[:row]) + low, starts[row] + low, min(form.block_size, lengths[row] - low))
-        for row in range(6)
+        for row in range(num_rows)
         for low in range(0, lengths[row], form.block_size)
     ]
     blocks = [(0, 0, 0, 0), *sorted(blocks, key=lambda block: -block[2]), (0, 0, 0, 0)]
@@ -121,3 +124,11 @@ def test_long_prompts(gpu, dtype, dim, page_size):
     right = make_paged("reference", shape, layer, dtype, gpu).run(q, cache, rows)
     for _ in range(3):
         check_close(form.run(q, cache, rows), right, dtype)
+
+
+def test_hopper_is_refused_where_it_does_not_serve(device):
+    shape, layer = CacheShape(4, 2, 24, 8, 16), LayerAttention(0.2)
+    reason = "heads of 64 and 128" if ON_GPU and torch.cuda.get_device_capability()[0] == 9 else "Hopper GPUs"
+    with pytest.raises(ValueError, match=f"attention_backend='hopper' does not serve here: it .* {reason}"):
+        make_paged("hopper", shape, layer, torch.float16, device)
+    assert make_paged("auto", shape, layer, torch.float16, device).name == "triton"

@@ -178,7 +178,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         on_cuda = self.device == "cuda"
         if self.batch_invariant or (self.batch_invariant is None and not on_cuda):
             for name in ("attention_backend", "linear_backend"):
-                if (form := getattr(self, name)) == "plain" or (on_cuda and form in ("reference", "flashinfer")):
+                if (form := getattr(self, name)) == "plain" or (on_cuda and form in _VARYING_ON_CUDA):
                     where = " on device='cuda'" if on_cuda else ""
                     raise InvalidValue(f"{name}={form!r} is not batch invariant{where}: it needs batch_invariant=False")
         for name, least, most in _SECONDS_AND_WEIGHTS:
@@ -280,6 +280,8 @@ _OPTIONAL = (
     "quantization",
     "max_num_waiting",
 )
+_VARYING_ON_CUDA = ("reference", "hopper", "flashinfer")
+"""Forms there whose bits depend on a row's company."""
 _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtype", ("auto", "float32", "bfloat16", "float16")),
     ("device", ("auto", "cpu", "cuda")),
@@ -287,7 +289,7 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("on_mismatch", ("continue", "refuse")),
     ("logprobs_mode", ("raw", "processed")),
     ("seed_policy", ("shared", "per_replica")),
-    ("attention_backend", ("auto", "native", "tiled", "plain", "triton", "flashinfer", "reference")),
+    ("attention_backend", ("auto", "native", "tiled", "plain", "triton", "hopper", "flashinfer", "reference")),
     ("linear_backend", ("auto", "native", "packed", "invariant", "triton", "plain", "reference")),
     ("sampling_backend", ("auto", "torch", "flashinfer")),
     ("kv_cache_dtype", ("auto", "fp8")),
@@ -299,7 +301,7 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cuda_graph_sizing", ("exponential", "linear", "hybrid")),
 )
 _ON_CUDA: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    ("attention_backend", ("auto", "triton", "flashinfer", "reference")),
+    ("attention_backend", ("auto", "triton", "hopper", "flashinfer", "reference")),
     ("linear_backend", ("auto", "triton", "plain", "reference")),
     ("quantization", (None, "fp8")),
 )

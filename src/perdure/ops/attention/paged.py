@@ -2,8 +2,8 @@
 
 - `PagedRows` says which packed queries are rows of one query and which are blocks of prompts; padding is in it, not
   around it.
-- Three forms: "triton"; "reference", the slow oracle of all forms, which looks at the rows on the host; and
-  "flashinfer", which plans on the host after all, so that no graph holds it.
+- Four forms: "triton"; "hopper", which is that but for prompts; "reference", the slow oracle of all forms, which looks
+  at the rows on the host; and "flashinfer", which plans on the host after all, so that no graph holds it.
 
 Shapes: as in `base`; n rows of one query, b blocks, S slots.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from typing import Protocol
 
 import numpy as np
@@ -23,8 +22,8 @@ from perdure.ops.attention import flashinfer
 from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
 from perdure.ops.attention.reference import PlannedReference
 
-PAGED_FORMS = ("triton", "flashinfer", "reference")
-HOPPER_TRITON = (["3", "6"],)  # versions of Triton that `ops.triton.hopper` was run with
+PAGED_FORMS = ("triton", "hopper", "flashinfer", "reference")
+HOPPER_TRITON = (["3", "6"],)  # versions of Triton that the form "hopper" was run with
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +57,12 @@ class PagedAttention(Protocol):
 
 
 class TritonPaged:
-    """See `ops.triton.attention`; for_hopper: prompts as `ops.triton.hopper` has them."""
+    """See `ops.triton.attention`."""
 
     name = "triton"
     is_planned = False
 
-    def __init__(self, shape: CacheShape, layer: LayerAttention, *, batch_invariant: bool, for_hopper: bool) -> None:
+    def __init__(self, shape: CacheShape, layer: LayerAttention, *, batch_invariant: bool) -> None:
         from perdure.ops.triton import attention
 
         self._decode, self._prompts = (
@@ -72,12 +71,6 @@ class TritonPaged:
         )
         self.block_size = attention.prompt_block(shape.head_dim, invariant=batch_invariant)
         self.kernel = f"triton by {attention.SPLIT}" if batch_invariant else "triton"
-        if for_hopper:
-            from perdure.ops.triton import hopper
-
-            assert not batch_invariant and layer.window is None and layer.softcap is None
-            self._prompts = partial(hopper.attend_prompts, scale=layer.scale)
-            self.kernel = "triton for Hopper"
 
     def plan(self, rows: AttentionRows) -> None:
         raise AssertionError("nothing is planned on the host")
@@ -90,21 +83,38 @@ class TritonPaged:
         return out
 
 
-def _serves_hopper(
+class HopperPaged(TritonPaged):
+    """The same, with prompts as `ops.triton.hopper` has them."""
+
+    name = "hopper"
+
+    def __init__(self, shape: CacheShape, layer: LayerAttention) -> None:
+        from perdure.ops.triton import hopper
+
+        super().__init__(shape, layer, batch_invariant=False)
+        self.kernel = self.name
+        self._prompts = partial(hopper.attend_prompts, scale=layer.scale)
+
+
+def why_not_hopper(
     shape: CacheShape, layer: LayerAttention, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Whether `ops.triton.hopper` is for such prompts on this device, and can be compiled here."""
-    return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device)[0] == 9
-        and version("triton").split(".")[:2] in HOPPER_TRITON
-        and dtype == kv_dtype
-        and dtype in (torch.bfloat16, torch.float16)
-        and shape.head_dim in (64, 128)
-        and shape.page_size % 16 == 0
-        and layer.window is None
-        and layer.softcap is None
-    )
+) -> str | None:
+    """Why `HopperPaged` does not serve here; None = it does."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return "it is for Hopper GPUs"
+    import triton
+
+    if triton.__version__.split(".")[:2] not in HOPPER_TRITON:
+        return f"it was not run with Triton {triton.__version__}"
+    if dtype not in (torch.bfloat16, torch.float16) or kv_dtype != dtype:
+        return "it computes in bfloat16 and float16, over pages in the same type"
+    if shape.head_dim not in (64, 128):
+        return f"it has heads of 64 and 128, not of {shape.head_dim}"
+    if shape.page_size % 16:
+        return f"it has pages of a multiple of 16, not of {shape.page_size}"
+    if layer.window is not None or layer.softcap is not None:
+        return "it has no windows and no soft caps"
+    return None
 
 
 class ReferencePaged:
@@ -145,10 +155,11 @@ def make_paged(
     batch_invariant: bool = False,
 ) -> PagedAttention:
     """The form called `name` for models that compute in dtype, over pages in kv_dtype (None = dtype, too); "auto" is
-    Triton's, the fastest as measured. ValueError: a name that is none, or a form that does not serve here or does not
+    the fastest as measured. ValueError: a name that is none, or a form that does not serve here or does not
     keep what was asked."""
+    why_not = partial(why_not_hopper, shape, layer, dtype, kv_dtype or dtype, device)
     if name == "auto":
-        name = "triton"
+        name = "triton" if batch_invariant or why_not() else "hopper"
     if name not in PAGED_FORMS:
         raise ValueError(f"attention_backend={name!r} is not for CUDA; there are auto, {', '.join(PAGED_FORMS)}")
     if batch_invariant and name != "triton":
@@ -159,7 +170,10 @@ def make_paged(
         if reason := flashinfer.why_not(shape, dtype, kv_dtype or dtype):
             raise ValueError(f"attention_backend='flashinfer' does not serve here: {reason}")
         return flashinfer.FlashInferPaged(shape, layer, dtype, device)
+    if name == "hopper":
+        if reason := why_not():
+            raise ValueError(f"attention_backend='hopper' does not serve here: {reason}")
+        return HopperPaged(shape, layer)
     if name == "reference":
         return ReferencePaged(shape, layer)
-    for_hopper = not batch_invariant and _serves_hopper(shape, layer, dtype, kv_dtype or dtype, device)
-    return TritonPaged(shape, layer, batch_invariant=batch_invariant, for_hopper=for_hopper)
+    return TritonPaged(shape, layer, batch_invariant=batch_invariant)
