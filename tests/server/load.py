@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ from tests.server.load_clients import MAX_BODY_BYTES, Clients, Report, what_is_a
 
 
 @contextmanager
-def served(model: str | None, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """`perdure serve` as a process, and where."""
+def served(model: str | None, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str, Callable[[], str]]]:
+    """`perdure serve` as a process, where, and what it says."""
     command = [sys.executable, "-m", "perdure", "serve", "--port", "0", "--open-control", *options]
     command += [] if model is None else ["--model", model]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -46,7 +46,7 @@ def served(model: str | None, *options: str) -> Iterator[tuple[subprocess.Popen[
             while (found := re.search(r" at (http://\S+)\n", told())) is None:
                 assert server.poll() is None, told()
                 time.sleep(0.05)
-            yield server, found[1]
+            yield server, found[1], told
             server.send_signal(signal.SIGTERM)
             assert server.wait(120) == 0, told()
         finally:
@@ -106,13 +106,14 @@ def load(
     step = min(60.0, seconds)
     kills_at = [step / 2 + step * at for at in range(round(seconds / step))]
     options = ("--data-parallel-size", "2", "--max-body-bytes", str(MAX_BODY_BYTES), *options)
-    with served(model, *options) as (server, url):
+    with served(model, *options) as (server, url, told):
 
         async def run() -> None:
             watching = asyncio.create_task(watch(server.pid, report, kills_at, draw))
             begun = time.monotonic()
             await Clients(url, asked, report, seed).run(count, seconds)
             report.elapsed_s = time.monotonic() - begun
+            report.said = told().splitlines()[-20:]
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching

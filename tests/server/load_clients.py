@@ -47,6 +47,8 @@ class Report:
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    """The server's last lines."""
     num_events: int = 0
     num_tokens: int = 0
     first_token_s: list[float] = field(default_factory=list)
@@ -63,6 +65,7 @@ class Report:
             "requests": dict(sorted(self.counts.items())),
             "wrong": self.wrong[:20],
             "num_wrong": len(self.wrong),
+            **({"said": self.said} if self.wrong else {}),
             "replicas_killed": self.num_kills,
             "events": self.num_events,
             "output_tokens": self.num_tokens,
@@ -123,6 +126,7 @@ class Clients:
         self._report = report
         self._draw = random.Random(seed)
         self._num_ids = 0
+        self._begun = time.monotonic()
 
     async def run(self, count: int, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -135,7 +139,8 @@ class Clients:
             try:
                 await getattr(self, f"_{behaviour}")()
             except Exception as error:
-                self._report.wrong.append(f"{behaviour}: {type(error).__name__}: {error}")
+                at = time.monotonic() - self._begun
+                self._report.wrong.append(f"{behaviour} after {at:.1f} s: {type(error).__name__}: {error}")
             self._report.counts[behaviour] += 1
 
     async def _whole(self, pause_s: float = 0.0) -> None:
