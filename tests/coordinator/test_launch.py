@@ -10,10 +10,14 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from perdure import LLM
+from perdure.coordinator import service
+from perdure.coordinator.router import Routing
 from perdure.engine.launch import LEAST_LIFE_S, FleetEngine, Processes
+from perdure.engine.share import with_package
 from tests.coordinator.fleet import PATIENCE_S
 from tests.engine.helpers import check_equal, in_thread, prompt, settings, until
 from tests.witness import witness
@@ -100,3 +104,14 @@ def test_no_process_outlives_the_one_that_started_it(tiny: Path) -> None:
     until(lambda: not any(map(is_there, pids)), PATIENCE_S)
     assert not Path(folder).exists()
     witness("parent-killed", processes=len(pids))
+
+
+def test_one_whose_parent_is_gone_before_it_is_ready_goes_without_a_word(tmp_path: Path) -> None:
+    settings = msgspec.json.encode(service.Settings(f"ipc://{tmp_path}/c", Routing()))
+    command = [sys.executable, "-m", service.__name__]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=with_package(os.environ), **pipes) as child:  # type: ignore[call-overload]
+        child.stdout.close()
+        child.stdin.write(settings + b"\n")
+        child.stdin.close()
+        assert child.wait(PATIENCE_S) == 0 and not child.stderr.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -18,6 +19,12 @@ def first_line() -> bytes:
             break
         line += more
     return line
+
+
+def say(line: str) -> None:
+    """To the process that started this one. If that is gone already, the input has ended as well."""
+    with contextlib.suppress(BrokenPipeError):
+        print(line, flush=True)
 
 
 def end_with_input(stop: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from perdure.api.config import EngineConfig
 from perdure.coordinator.coordinator import Coordinator
-from perdure.coordinator.parent import end_with_input, first_line
+from perdure.coordinator.parent import end_with_input, first_line, say
 from perdure.coordinator.router import Routing
 from perdure.coordinator.wire import AnsweringSocket, read_secret
 
@@ -92,7 +92,7 @@ class Settings(msgspec.Struct, frozen=True):
 def main() -> None:
     settings = msgspec.json.decode(first_line(), type=Settings)
     service = Service(settings.endpoint, settings.routing, settings.secret)
-    print(service.endpoint, flush=True)
+    say(service.endpoint)
     end_with_input(service.stop)
     service.run()
 

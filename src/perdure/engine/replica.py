@@ -29,7 +29,7 @@ from perdure.api.config import EngineConfig
 from perdure.api.errors import EngineDead, InvalidValue, PerdureError, described
 from perdure.api.event import Event, Failure
 from perdure.coordinator import messages as m
-from perdure.coordinator.parent import end_with_input, first_line
+from perdure.coordinator.parent import end_with_input, first_line, say
 from perdure.coordinator.service import new_number
 from perdure.coordinator.sessions import Caller, Opened
 from perdure.coordinator.wire import CallingSocket, new_name, read_secret
@@ -307,9 +307,9 @@ def main() -> int:
     try:
         replica = Replica(settings.config, settings.endpoint, settings.secret, settings.folder)
     except PerdureError as error:
-        print(msgspec.json.encode(Failure.of(error)).decode(), flush=True)
+        say(msgspec.json.encode(Failure.of(error)).decode())
         return 2
-    print("", flush=True)
+    say("")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # who read that line reads no more
     end_with_input(replica.leave)
     try:
