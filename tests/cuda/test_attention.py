@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import triton
 
 from perdure.ops.attention import AttentionRows, CacheShape, LayerAttention
 from perdure.ops.attention.paged import PagedRows, make_paged
@@ -126,9 +127,32 @@ def test_long_prompts(gpu, dtype, dim, page_size):
         check_close(form.run(q, cache, rows), right, dtype)
 
 
-def test_hopper_is_refused_where_it_does_not_serve(device):
-    shape, layer = CacheShape(4, 2, 24, 8, 16), LayerAttention(0.2)
-    reason = "heads of 64 and 128" if ON_GPU and torch.cuda.get_device_capability()[0] == 9 else "Hopper GPUs"
-    with pytest.raises(ValueError, match=f"attention_backend='hopper' does not serve here: it .* {reason}"):
-        make_paged("hopper", shape, layer, torch.float16, device)
-    assert make_paged("auto", shape, layer, torch.float16, device).name == "triton"
+@pytest.mark.parametrize(
+    ("dim", "page_size", "window", "config", "reason"),
+    [
+        (128, 16, None, {}, None),
+        (64, 48, None, {"kv_dtype": torch.bfloat16}, None),
+        (80, 16, None, {}, "does not serve here: it has heads of 64 and 128, not of 80"),
+        (128, 24, None, {}, "does not serve here: it has pages of a multiple of 16, not of 24"),
+        (128, 16, 40, {}, "does not serve here: it has no windows"),
+        (
+            128,
+            16,
+            None,
+            {"kv_dtype": torch.float8_e4m3fn},
+            "does not serve here: it computes in .* in the same type",
+        ),
+        (128, 16, None, {"batch_invariant": True}, "is not batch invariant on CUDA"),
+    ],
+)
+def test_auto_takes_the_form_for_hopper_where_it_serves(monkeypatch, dim, page_size, window, config, reason):
+    """And by name it is refused elsewhere. No GPU is asked: it is made, not run."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    given = CacheShape(32, 8, dim, 8, page_size), LayerAttention(0.1, window), torch.bfloat16, torch.device("cuda")
+    assert make_paged("auto", *given, **config).name == ("triton" if reason else "hopper")
+    if reason:
+        with pytest.raises(ValueError, match=f"attention_backend='hopper' {reason}"):
+            make_paged("hopper", *given, **config)
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert make_paged("auto", *given, **config).name == "triton"
