@@ -120,7 +120,12 @@ class _Socket:
 
     def wait(self, timeout_s: float) -> None:
         """Until something arrives, somebody wakes us, or the time is over."""
-        self._poller.poll(max(0, math.ceil(timeout_s * 1000)))
+        for which, _ in self._poller.poll(max(0, math.ceil(timeout_s * 1000))):
+            if which is not self._socket:
+                self._is_there(which)
+
+    def _is_there(self, which: object) -> None:
+        """Something is there of what is waited for beside packets."""
         self.waker.rest()
 
     def received(self, most: int = 1000) -> Iterator[list[bytes]]:
@@ -198,8 +203,10 @@ class CallingSocket(_Socket):
             self.close()
             raise InvalidValue(f"endpoint={endpoint!r} cannot be connected to: {error.strerror}") from None
 
-    def wait(self, timeout_s: float) -> None:
-        super().wait(timeout_s)
+    def _is_there(self, which: object) -> None:
+        if which is not self._monitor:
+            super()._is_there(which)
+            return
         while self._monitor.poll(0):
             self._shaken(zmq.Event(recv_monitor_message(self._monitor)["event"]))
 
