@@ -15,6 +15,9 @@ import pytest
 import requests
 from hypothesis import HealthCheck, Phase, given, settings
 
+from perdure import InvalidValue, SamplingParams
+from perdure.server import openapi
+from perdure.server.app import ENDPOINTS
 from tests.server.conftest import Running, running
 from tests.witness import witness
 
@@ -157,6 +160,20 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("path", "body", "words"), FAULTS, ids=[f"{path}-{words}" for path, _, words in FAULTS])
 def test_what_once_was_a_fault_is_refused(server: Running, path: str, body: dict[str, Any], words: str) -> None:
     assert words in server.refused(path, **body)["message"]
+
+
+def test_the_limits_that_are_described_are_those_that_hold() -> None:
+    described = json.loads(openapi.described(("tiny",), 512, ENDPOINTS))["components"]["schemas"]["CompletionRequest"]
+    num_checked = 0
+    for name in SamplingParams.__struct_fields__:
+        for form in described["properties"].get(name, {}).get("anyOf", ()):
+            for keyword, beyond in (("minimum", -1), ("maximum", 1)):
+                if keyword in form:
+                    assert getattr(SamplingParams(**{name: form[keyword]}), name) == form[keyword]
+                    with pytest.raises(InvalidValue, match=name):
+                        SamplingParams(**{name: form[keyword] + beyond})
+                    num_checked += 1
+    assert num_checked > 20
 
 
 def test_no_request_that_is_drawn_meets_a_fault(drawn_at: Running, soak_factor: int) -> None:
