@@ -40,10 +40,13 @@ def process(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
 def in_flight(client: httpx.Client, count: int, **others: Any) -> list[list[dict[str, Any]]]:
     """So many streams that have begun, on threads; each list fills up as events come."""
     found: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+    refusals: list[str] = []
 
     def read(number: int) -> None:
         body = {**ENDLESS, "prompt": [256, number], **others, "stream": True}
         with contextlib.suppress(httpx.TransportError), client.stream("POST", PATH, json=body) as answer:
+            if answer.status_code != 200:
+                refusals.append(answer.read().decode())
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     found[number].append(json.loads(line.removeprefix("data: "))["choices"][0])
@@ -52,6 +55,8 @@ def in_flight(client: httpx.Client, count: int, **others: Any) -> list[list[dict
     for thread in threads:
         thread.start()
     while not all(found):
+        assert any(thread.is_alive() for thread in threads), refusals or "a stream broke before it began"
+        assert not refusals, refusals
         time.sleep(0.01)
     return found
 

@@ -188,8 +188,7 @@ def _the_end_is_of_all(server: Server) -> None:
 
 
 def test_one_that_cannot_begin_ends_the_server() -> None:
-    def begin(folder: str) -> Begin:
-        return Begin("nowhere", None, None, False, folder, 0, ServeConfig())
+    begin = Begin("nowhere", None, None, False, 0, ServeConfig())
 
     async def run(listening: socket.socket) -> None:
         await Supervisor(begin, 1, listening).run(lambda: None)

@@ -22,13 +22,12 @@ LENGTH_BYTES = 4
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """To a front end: what it is. endpoint, secret: the coordinator's. metrics_folder: where counts of all lie."""
+    """To a front end: what it is. endpoint, secret: the coordinator's."""
 
     endpoint: str
     secret: str | None
     tokenizer: str | None
     return_prompt: bool
-    metrics_folder: str
     created: int
     serving: ServeConfig
 

@@ -1,6 +1,7 @@
 """One of several front ends, as a process of its own: a client of the coordinator on a listening socket that all share.
 
-It is told what to be over a channel, whose end it is given by number, as the socket; when the channel ends, so does it.
+It is told what to be over a channel, whose end it is given by number, as the socket; when the channel ends, so does it,
+and what lies in the folder that all share is removed.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ BACKLOG = 16
 
 
 class FrontEnd:
-    def __init__(self) -> None:
+    """folder: where counts of all front ends lie."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
         self._begin: asyncio.Future[Begin] = asyncio.get_running_loop().create_future()
         self._peers: Connected | None = None
         self._front: Front | None = None
         self._server: Server | None = None
         self._is_draining = False
-        self._folder: str | None = None
 
     async def answer(self, message: Message) -> Message | None:
         match message:
             case Begin():
-                self._folder = message.metrics_folder
                 self._begin.set_result(message)
                 return None
             case Drain():
@@ -70,7 +72,7 @@ class FrontEnd:
             await asyncio.sleep(1)  # it is ended from there
             return 1
         self._peers = Connected(llm, channel)
-        front = Front(llm, begin.serving, peers=self._peers, metrics_folder=begin.metrics_folder, created=begin.created)
+        front = Front(llm, begin.serving, peers=self._peers, metrics_folder=self._folder, created=begin.created)
         front.is_warm = True
         if begin.serving.log_requests:
             show_requests()
@@ -86,18 +88,17 @@ class FrontEnd:
 
     async def _watch(self, channel: Channel) -> None:
         await channel.run()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(1)  # whoever supervised is gone, and with it what computes
 
 
 def main() -> int:
-    """Arguments: the numbers of the channel's end and of the listening socket."""
+    """Arguments: the numbers of the channel's end and of the listening socket, and the folder."""
     logging.basicConfig(level=logging.WARNING, format="perdure: %(levelname)s: %(message)s")
-    end, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    end, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
 
     async def run() -> int:
-        return await FrontEnd().run(end, listening)
+        return await FrontEnd(sys.argv[3]).run(end, listening)
 
     return asyncio.run(run())
 

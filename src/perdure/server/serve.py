@@ -101,9 +101,7 @@ async def _supervise(front: Front, config: EngineConfig, listening: socket.socke
     assert front.llm.coordinator is not None
     endpoint, secret = front.llm.coordinator
 
-    def begin(folder: str) -> Begin:
-        return Begin(endpoint, secret, config.tokenizer, config.return_prompt, folder, front.created, front.config)
-
+    begin = Begin(endpoint, secret, config.tokenizer, config.return_prompt, front.created, front.config)
     await Supervisor(begin, front.config.num_front_ends, listening).run(say)
 
 

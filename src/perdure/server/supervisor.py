@@ -60,7 +60,7 @@ class Process:
         with theirs:
             fds = theirs.fileno(), listening.fileno()
             self.process = subprocess.Popen(
-                [sys.executable, "-m", front_end.__name__, *map(str, fds)],
+                [sys.executable, "-m", front_end.__name__, *map(str, fds), folder],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
                 env={**os.environ, FOLDER_VARIABLE: folder, "OMP_NUM_THREADS": "1"},
@@ -75,11 +75,11 @@ class Process:
 
 
 class Supervisor:
-    """begin: what all are told; its `metrics_folder` is made here. Must be built in a running loop."""
+    """begin: what all are told. Must be built in a running loop."""
 
-    def __init__(self, begin: Callable[[str], Begin], count: int, listening: socket.socket) -> None:
+    def __init__(self, begin: Begin, count: int, listening: socket.socket) -> None:
         self._folder = tempfile.mkdtemp(prefix="perdure-front-ends-")
-        self._begin = begin(self._folder)
+        self._begin = begin
         self._count = count
         self._listening = listening
         self._processes: dict[int, Process] = {}
