@@ -6,16 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from perdure.api.event import StopMatch
-from perdure.core.stopping import StopRule
+from perdure.core.stopping import Begins, StopRule
 from tests.core.helpers import request
 
 
 class Pieces:
     def __init__(self, pieces: Sequence[str]) -> None:
         self._pieces = pieces
+        self._num_chars = 0
+        self.begins = Begins()
 
     def push(self, token_ids: Sequence[int]) -> str:
-        return "".join(self._pieces[token] for token in token_ids)
+        pieces = [self._pieces[token] for token in token_ids]
+        for piece in pieces:
+            self.begins.add(self._num_chars, bool(piece))
+            self._num_chars += len(piece)
+        return "".join(pieces)
 
 
 def stop_of(output: list[int], pieces: Sequence[str] = (), end_ids: tuple[int, ...] = (), **params: Any) -> Any:

@@ -3,8 +3,10 @@ ids cut a character."""
 
 from __future__ import annotations
 
+import codecs
 import random
 import time
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,20 @@ def llama_unigram(directory: Path) -> Tokenizer:
     return saved(inner, directory)
 
 
+def llama_of_two_spaces(directory: Path) -> Tokenizer:
+    """A text loses two of them."""
+    inner = Inner(models.WordLevel({piece: at for at, piece in enumerate([*SPECIAL, *BYTES, *WORDS])}, "<unk>"))
+    inner.decoder = decoders.Sequence([*LLAMA[:3], decoders.Strip(" ", 2, 0)])
+    return saved(inner, directory)
+
+
+def llama_without_spaces(directory: Path) -> Tokenizer:
+    """Bytes are pieces, and nothing else is changed."""
+    inner = Inner(models.WordLevel({piece: at for at, piece in enumerate([*SPECIAL, *BYTES, *WORDS])}, "<unk>"))
+    inner.decoder = decoders.Sequence(LLAMA[1:3])
+    return saved(inner, directory)
+
+
 def metaspace(directory: Path) -> Tokenizer:
     """A decoder that is none of the two: the first id loses its space, and bytes are pieces like others."""
     inner = Inner(models.BPE(vocab={piece: at for at, piece in enumerate([*SPECIAL, *WORDS])}, merges=[]))
@@ -78,14 +94,15 @@ class Opaque:
 
 @pytest.fixture(scope="module")
 def tokenizers(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    makers = (pure_bytes, llama_bpe, llama_unigram, metaspace)
+    makers = (pure_bytes, llama_bpe, llama_unigram, llama_of_two_spaces, llama_without_spaces, metaspace)
     found: dict[str, Any] = {make.__name__: make(tmp_path_factory.mktemp(make.__name__)) for make in makers}
     found["smollm2"] = load_tokenizer(smollm2_path)
     found |= {f"opaque {name}": Opaque(found[name]) for name in ("smollm2", "llama_bpe")}
     return found
 
 
-KNOWN = ["smollm2", "pure_bytes", "llama_bpe", "llama_unigram"]
+NUM_STRIPPED = {"llama_bpe": 1, "llama_of_two_spaces": 2}
+KNOWN = ["smollm2", "pure_bytes", "llama_bpe", "llama_unigram", "llama_of_two_spaces", "llama_without_spaces"]
 ALL = [*KNOWN, "metaspace", "opaque smollm2", "opaque llama_bpe"]
 
 
@@ -139,7 +156,8 @@ def test_T34_text_cut_at_every_byte(name: str, tokenizers: dict[str, Any], soak_
         if name == "smollm2":  # it has no pieces for bytes that only begin characters nobody has written yet
             text = "".join(letter for letter in text if all(bytes([byte]) in pieces for byte in letter.encode()))
         ids = cut(text.encode(), pieces, random.Random(seed))
-        shown = text.removeprefix(" ") if name == "llama_bpe" else text
+        num_spaces = len(text) - len(text.lstrip(" "))
+        shown = text[min(num_spaces, NUM_STRIPPED.get(name, 0)) :]
         assert tokenizer.decode(ids, False) == shown
         cursor = text_cursor(tokenizer, False)
         parts = [cursor.push([token]) for token in ids]
@@ -189,6 +207,56 @@ def test_text_is_the_librarys_own(name: str, tokenizers: dict[str, Any], soak_fa
             assert ours == theirs or ("llama" in name and UNFINISHED in ours)
             num_equal += ours == theirs
     assert num_equal > CASES // 5
+
+
+def places(data: bytes, each: bool) -> list[int]:
+    """In which character of the text each byte stands, found by what `bytes.decode` says of its faults."""
+    faults: list[tuple[int, int]] = []
+
+    def note(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeDecodeError)
+        faults.append((error.start, error.end))
+        return "", error.end
+
+    codecs.register_error("tests.note", note)
+    data.decode("utf-8", "tests.note")
+    broken = {at: (first, at) for first, end in faults for at in range(first, end)}
+    found: list[int] = []
+    for at, byte in enumerate(data):
+        goes_on = broken[at][0] < at and not each if at in broken else byte & 0xC0 == 0x80
+        found.append((found[-1] if found else -1) + (not goes_on))
+    return found
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_where_ids_begin(name: str, tokenizers: dict[str, Any], soak_factor: int) -> None:
+    """Of each character that is certain: the ids before it are those whose bytes are, and those without any between."""
+    tokenizer, rng, num_certain = tokenizers[name], random.Random(5), 0
+    spelling = tokenizer.spelling
+    rare = [token for token in range(tokenizer.vocab_size) if len(spelling.bytes_of(token)) > 1]
+    one_byte = {spelling.bytes_of(token): token for token in range(tokenizer.vocab_size)}
+    letters = [b"%c" % byte for byte in b"\xe4\xb8\x96\xef\xbf\xbd S"]
+    chosen = [one_byte[letter] for letter in letters if letter in one_byte]
+    for _ in range(CASES // 2 * soak_factor):
+        ids = [rng.choice(rng.choice([range(3), chosen, chosen, rare])) for _ in range(rng.randint(1, 12))]
+        cursor = text_cursor(tokenizer, True)
+        text = "".join(cursor.push([token]) for token in ids)
+        parts, left = [], NUM_STRIPPED.get(name, 0)
+        for token in ids:
+            part = b"" if token in tokenizer.all_special_ids else spelling.bytes_of(token)
+            while left and part.startswith(b" "):
+                part, left = part[1:], left - 1
+            left = 0 if part else left
+            parts.append(part)
+        starts = [0, *accumulate(map(len, parts))]
+        where = places(b"".join(parts), spelling.errors != "replace")
+        for character in range(len(text)):
+            first = where.index(character)
+            before = [start < first or (start == first and not part) for start, part in zip(starts, parts)]
+            assert before == sorted(before, reverse=True)
+            assert cursor.begins.num_before(character) == sum(before), (ids, character)
+        num_certain += len(text)
+    witness("T25", num_characters=num_certain)
 
 
 def test_sentencepieces_bytes_are_replaced_one_by_one(tokenizers: dict[str, Any]) -> None:

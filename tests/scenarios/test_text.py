@@ -83,6 +83,33 @@ def test_T25_a_stop_of_bytes(strip: bool, depth: int) -> None:
     assert final.text == "a" and final.token_ids == script[: 1 if strip else len(data)]
 
 
+BEFORE: dict[str, tuple[list[str | None], str, int]] = {
+    "an unfinished character": (["x", "<0xE4>", "S", "T", "O", "P"], "STOP", 2),
+    "one at the beginning": (["<0xE4>", "<0xB8>", "S"], "S", 2),
+    "one that belongs to it": (["x", "<0xE4>", "<0xB8>", "S"], "\ufffdS", 1),
+    "a character of it": (["x", "<0xE4>", None, "<0xB8>", "<0x96>", "S"], "\u4e16S", 1),
+    "an id without text": (["x", None, "S", "T", "O", "P"], "STOP", 2),
+    "nothing else": ([None, "", "STOP"], "STOP", 2),
+    "one inside it": (["x", "S", None, "TOP"], "STOP", 1),
+    "one behind its first token": (["xS", None, "TOP"], "STOP", 1),
+    "both": (["x", "<0xE4>", None, "S"], "S", 3),
+}
+"""Pieces (None: a special id, which is skipped), a stop, and how many ids come before it."""
+
+
+@DEPTHS
+@pytest.mark.parametrize("case", BEFORE)
+def test_T25_what_stands_before_a_stop_is_not_stripped(case: str, depth: int) -> None:
+    words, stop, num_kept = BEFORE[case]
+    pieces = {300 + at: word for at, word in enumerate(words) if word is not None} | {400: "K"}
+    script = [*(300 + at if word is not None else END for at, word in enumerate(words)), 400]
+    call = run(pieces, script, depth, stop=[stop], strip_stop_tokens=True, ignore_eos=True)
+    final = shown(call)
+    assert final.stop_reason == stop and final.token_ids == script[:num_kept]
+    assert len(call.ended.token_ids) == len(words)
+    witness("T25", num_ids=num_kept)
+
+
 # T26, T27
 
 

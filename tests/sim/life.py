@@ -27,10 +27,11 @@ from perdure.api.sampling import SamplingParams
 from perdure.api.scores import TokenScores
 from perdure.core.admission import derived_seed
 from perdure.core.scheduler import Scheduler
+from perdure.core.stopping import Begins
 from perdure.engine.loop import Inbox, Loop
 from perdure.runner.fake import FakeDevice
 from tests.sim.elsewhere import Elsewhere
-from tests.sim.oracle import PIECES, Expected, expected
+from tests.sim.oracle import PIECES, Expected, expected, text_of
 from tests.sim.orders import Orders
 from tests.sim.pinning import Pinning
 
@@ -50,8 +51,15 @@ STORM = 5
 class PieceCursor:
     """Text for stop strings, of the simulation's alphabet."""
 
+    def __init__(self) -> None:
+        self.begins = Begins()
+        self._num_chars = 0
+
     def push(self, token_ids: Sequence[int]) -> str:
-        return "".join(PIECES[token % len(PIECES)] for token in token_ids)
+        for token in token_ids:
+            self.begins.add(self._num_chars)
+            self._num_chars += len(PIECES[token % len(PIECES)])
+        return text_of(token_ids)
 
 
 class MarkingScheduler(Scheduler):

@@ -5,7 +5,7 @@ Written the slow, obvious way and from the rules, not from the core: stops are s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from perdure.api.config import CoreConfig
@@ -27,7 +27,7 @@ class Expected:
     prompt_scores: list[tuple[float, list[int], list[float]]] = field(default_factory=list)
 
 
-def text_of(token_ids: list[int]) -> str:
+def text_of(token_ids: Sequence[int]) -> str:
     return "".join(PIECES[token % len(PIECES)] for token in token_ids)
 
 

@@ -18,8 +18,35 @@ from perdure.api.event import StopMatch
 from perdure.api.request import Request
 
 
+class Begins:
+    """Where each id of an output begins in its text: in half characters, so that an id without text of its own stands
+    between the character before it and the one after. Ascending."""
+
+    def __init__(self) -> None:
+        self._halves: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._halves)
+
+    def add(self, character: int, has_text: bool = True) -> None:
+        """The next id begins in this character, and so do those that were thought to begin after it: their bytes have
+        become a part of it. has_text=False: it stands before it."""
+        halves, begin = self._halves, 2 * character - (not has_text)
+        at = len(halves)
+        while at and halves[at - 1] > begin:
+            at -= 1
+            halves[at] = begin
+        halves.append(begin)
+
+    def num_before(self, character: int) -> int:
+        """How many ids begin before this character."""
+        return bisect_left(self._halves, 2 * character)
+
+
 class TextCursor(Protocol):
-    """Incremental text of one output."""
+    """Incremental text of one output. begins: of all ids that were pushed."""
+
+    begins: Begins
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became certain with these further tokens."""
@@ -39,12 +66,9 @@ class StopStrings:
         """The end of the text: all that can still be part of a match."""
         self._num_before = 0
         """Characters before the tail."""
-        self._begins: list[int] = []
-        """Where each output token's text begins."""
 
     def push(self, token: int, counts: bool) -> StopMatch | None:
         """Of the matches completed by this token the one that ends first, and of those the longest."""
-        self._begins.append(self._num_before + len(self._tail))
         try:
             new = self._cursor.push([token])
         except Exception as error:  # the tokenizer is not ours: its fault ends this request only
@@ -66,8 +90,9 @@ class StopStrings:
         if best is None:
             return None
         begin = self._num_before + best[1]
-        num_matched = len(self._begins) - bisect_left(self._begins, begin)
-        return StopMatch(best[2], len(self._begins), num_matched, text_end=begin, match_length=len(best[2]))
+        num_tokens = len(self._cursor.begins)
+        num_matched = num_tokens - self._cursor.begins.num_before(begin)
+        return StopMatch(best[2], num_tokens, num_matched, text_end=begin, match_length=len(best[2]))
 
 
 class StopRule:

@@ -8,6 +8,7 @@
   character, in SentencePiece one for each. (The `tokenizers` library gives up a whole run of SentencePiece's bytes for
   one that is wrong, with characters that a stream has long shown. There the text is SentencePiece's own, not that one.)
 - Of any other decoder nothing is known: `WindowedText` decodes a short window of the last ids again and again.
+- Where an id begins in the text is where its first byte stands, which the bytes after it may decide (`Begins`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
-from perdure.core.stopping import TextCursor
+from perdure.core.stopping import Begins, TextCursor
 
 UNFINISHED = "\ufffd"
 """What decoders put where bytes do not make a character; at the end of a text it may still become one."""
@@ -34,8 +35,8 @@ codecs.register_error(EACH_BYTE, lambda error: (UNFINISHED * (error.end - error.
 
 SPACE = "\u2581"
 _SPACES = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
-_SENTENCEPIECE = [_SPACES, {"type": "ByteFallback"}, {"type": "Fuse"}]
-_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+_BYTES_OF_PIECES = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+_STRIP = {"type": "Strip", "content": " ", "stop": 0}
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -59,7 +60,8 @@ def text_cursor(tokenizer: Decodes, skip_special_tokens: bool) -> TextCursor:
 class Spelling:
     """The bytes of ids. bytes_of_piece: of a piece of the vocabulary. piece_of: None for an id without one.
 
-    errors: how `bytes.decode` treats what is no character. strips_space: a text loses a space at its beginning.
+    errors: how `bytes.decode` treats what is no character. num_stripped: spaces that a text loses at its beginning, at
+    most.
     """
 
     def __init__(
@@ -68,14 +70,14 @@ class Spelling:
         special_ids: Collection[int],
         bytes_of_piece: Callable[[str], bytes],
         errors: str = "replace",
-        strips_space: bool = False,
+        num_stripped: int = 0,
     ) -> None:
         self._piece_of = piece_of
         self._special = frozenset(special_ids)
         self._bytes_of_piece = bytes_of_piece
         self._known: dict[int, bytes] = {}
         self.errors = errors
-        self.strips_space = strips_space
+        self.num_stripped = num_stripped
 
     @staticmethod
     def of(inner: Any, special_ids: Collection[int]) -> Spelling | None:
@@ -83,8 +85,11 @@ class Spelling:
         steps = _steps(inner.decoder)
         if [step["type"] for step in steps] == ["ByteLevel"]:
             return Spelling(inner.id_to_token, special_ids, byte_level)
-        if steps[:3] == _SENTENCEPIECE and steps[3:] in ([], [_STRIP]):
-            return Spelling(inner.id_to_token, special_ids, sentencepiece, EACH_BYTE, len(steps) == 4)
+        bytes_of_piece = sentencepiece if steps[:1] == [_SPACES] else byte_or_text
+        steps = steps[1:] if bytes_of_piece is sentencepiece else steps
+        num_stripped = steps[2].pop("start", 0) if steps[2:] else 0
+        if steps[:2] == _BYTES_OF_PIECES and steps[2:] in ([], [_STRIP]):
+            return Spelling(inner.id_to_token, special_ids, bytes_of_piece, EACH_BYTE, num_stripped)
         return None
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -94,14 +99,13 @@ class Spelling:
             found = self._known[token_id] = b"" if piece is None else self._bytes_of_piece(piece)
         return found
 
-    def joined(self, token_ids: Sequence[int], skip_special_tokens: bool) -> bytes:
-        if skip_special_tokens:
-            return b"".join([self.bytes_of(token) for token in token_ids if token not in self._special])
-        return b"".join([self.bytes_of(token) for token in token_ids])
+    def shown_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes:
+        """Those of a special id are none where it is skipped."""
+        return b"" if skip_special_tokens and token_id in self._special else self.bytes_of(token_id)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        text = self.joined(token_ids, skip_special_tokens).decode("utf-8", self.errors)
-        return text.removeprefix(" ") if self.strips_space else text
+        joined = b"".join([self.shown_bytes(token, skip_special_tokens) for token in token_ids])
+        return without_spaces(joined.decode("utf-8", self.errors), self.num_stripped)
 
     def cursor(self, skip_special_tokens: bool) -> SpelledText:
         return SpelledText(self, skip_special_tokens)
@@ -111,19 +115,49 @@ class SpelledText:
     """Text of a known spelling: every character whose last byte has come."""
 
     def __init__(self, spelling: Spelling, skip_special_tokens: bool) -> None:
+        self.begins = Begins()
         self._spelling = spelling
         self._skip = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(spelling.errors)
-        self._strips = spelling.strips_space
-        """Whether the text is still to begin, and may lose a space."""
+        self._begun = b""
+        """Of a character whose last byte has not come."""
+        self._num_chars = 0
+        self._num_stripped = spelling.num_stripped
+        """Spaces that the text may still lose, until it has begun."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became certain with these further ids."""
-        text = self._decoder.decode(self._spelling.joined(token_ids, self._skip))
-        if self._strips and text:
-            self._strips = False
-            return text.removeprefix(" ")
+        return "".join([self._push(token) for token in token_ids])
+
+    def _push(self, token: int) -> str:
+        new = self._spelling.shown_bytes(token, self._skip)
+        if not new:
+            self.begins.add(self._num_chars + self._num_broken(), has_text=False)
+            return ""
+        first = self._num_chars + self._first_character(new)
+        text = self._decoder.decode(new)
+        self._begun = self._decoder.getstate()[0] if new[-1] >= 0x80 else b""
+        if self._num_stripped and text:
+            shown = without_spaces(text, self._num_stripped)
+            self._num_stripped = 0 if shown else self._num_stripped - len(text)
+            text = shown
+        self._num_chars += len(text)
+        self.begins.add(first, has_text=bool(text or self._begun))
         return text
+
+    def _num_broken(self) -> int:
+        """Characters that the bytes of a begun one are if no further one belongs to it."""
+        return len(self._begun) if self._spelling.errors == EACH_BYTE else min(1, len(self._begun))
+
+    def _first_character(self, new: bytes) -> int:
+        """In which of the characters to come, counted from the begun one, the first of these bytes stands."""
+        if not self._begun or new[0] & 0xC0 != 0x80:
+            return self._num_broken()
+        together = self._begun + new
+        if self._spelling.errors == EACH_BYTE:  # they are one character if all of it comes
+            together = together[: _length(together[0])]
+            return 0 if _is_begun(together) and len(together) == _length(together[0]) else self._num_broken()
+        return 0 if _is_begun(together[: len(self._begun) + 1]) else self._num_broken()
 
 
 class WindowedText:
@@ -134,10 +168,15 @@ class WindowedText:
     """
 
     def __init__(self, tokenizer: Decodes, skip_special_tokens: bool) -> None:
+        self.begins = Begins()
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._passed_over = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
         self._window: list[int] = []
+        self._text = ""
+        """The window's."""
+        self._num_before = 0
+        """Characters before it."""
         self._given = 0
         """Characters of the window's text that were given out."""
 
@@ -146,9 +185,11 @@ class WindowedText:
         given = []
         for token in token_ids:
             if token in self._passed_over:
+                self._add_begin(self._text)
                 continue
             self._window.append(token)
             text = self._decode(self._window)
+            self._add_begin(text)
             certain = len(text) - min(MOST_UNFINISHED, len(text) - len(text.rstrip(UNFINISHED)))
             if certain > self._given:
                 given.append(text[self._given : certain])
@@ -157,12 +198,20 @@ class WindowedText:
                 self._shorten(text)
         return "".join(given)
 
+    def _add_begin(self, text: str) -> None:
+        """With a further id the window's text is this."""
+        before, self._text = self._text, text
+        differ = (at for at, (one, two) in enumerate(zip(before, text, strict=False)) if one != two)
+        num_same = len(before) if text.startswith(before) else next(differ, len(text))
+        self.begins.add(self._num_before + num_same, has_text=before != text)
+
     def _shorten(self, text: str) -> None:
         rest = self._window[-WINDOW:]
         end = self._decode(rest)
         lost = len(text) - len(end)
         if end and text.endswith(end) and lost <= self._given:
-            self._window = rest
+            self._window, self._text = rest, end
+            self._num_before += lost
             self._given -= lost
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -176,9 +225,31 @@ def byte_level(piece: str) -> bytes:
     return spelled if len(spelled) == len(found) else piece.encode()
 
 
-def sentencepiece(piece: str) -> bytes:
+def byte_or_text(piece: str) -> bytes:
     byte = _BYTE.fullmatch(piece)
-    return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
+    return bytes([int(byte[1], 16)]) if byte else piece.encode()
+
+
+def sentencepiece(piece: str) -> bytes:
+    return byte_or_text(piece.replace(SPACE, " "))
+
+
+def without_spaces(text: str, most: int) -> str:
+    """Without so many spaces at its beginning."""
+    return text[min(most, len(text) - len(text.lstrip(" "))) :]
+
+
+def _is_begun(data: bytes) -> bool:
+    """Whether these bytes are one character, or begin one."""
+    try:
+        return len(codecs.utf_8_decode(data, "strict", False)[0]) <= 1
+    except UnicodeDecodeError:
+        return False
+
+
+def _length(first: int) -> int:
+    """Of the character that begins with this byte, in bytes."""
+    return 2 if first < 0xE0 else 3 if first < 0xF0 else 4
 
 
 def _letters() -> dict[str, int]:

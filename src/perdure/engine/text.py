@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -135,8 +134,6 @@ class StreamBuilder:
             text_cursor(tokenizer, params.skip_special_tokens) if tokenizer is not None and params.detokenize else None
         )
         self._token_ids: list[int] = []
-        self._begins: list[int] = []
-        """Where each decoded token's text begins."""
         self._scores = TokenScores(listed_ids=params.logprob_token_ids) if params.asks_scores else None
         self._epochs: list[tuple[int, int]] = []
         self._num_chars = 0
@@ -175,19 +172,18 @@ class StreamBuilder:
         held_ids = self._begun_sequence()
         text_ids = len(self._token_ids) - (0 if self._include_stop else held_ids)
         if self._cursor is not None:
-            for token in self._token_ids[len(self._begins) : text_ids]:
+            for token in self._token_ids[len(self._cursor.begins) : text_ids]:
                 self._add(self._cursor.push([token]))
         text_end = self._num_chars - (0 if self._include_stop else self._begun_string())
         num_ids = len(self._token_ids)
         if self._strip:
             num_ids -= held_ids
-            if self._stops:
-                num_ids = min(num_ids, bisect_left(self._begins, self._num_chars - self._begun_string()))
+            if self._stops and self._cursor is not None:
+                num_ids = min(num_ids, self._cursor.begins.num_before(self._num_chars - self._begun_string()))
         return num_ids, text_end
 
     def _add(self, piece: str) -> None:
         """One token's text."""
-        self._begins.append(self._num_chars)
         if piece:
             self._num_chars += len(piece)
             self._pieces.append(piece)
