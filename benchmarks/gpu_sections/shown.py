@@ -1,26 +1,63 @@
-"""tests, flashinfer: what tests marked `gpu` pass here, and the rows and cases that they witnessed.
+"""tests, storms, flashinfer: what tests marked `gpu` pass here, and the rows and cases that they witnessed.
 
-Among the tests are the storms, real models' recorded results where the model is installed, and every kernel against its
-reference. Those of FlashInfer come apart: its kernels are compiled when first used, which takes minutes.
+Among the tests are real models' recorded results, where the model is installed, and every kernel against its reference.
+Two come apart: storms, the longest test, whose seeds can run side by side; and FlashInfer's, since its kernels are
+compiled when first used, which takes minutes.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 from gpu_sections.report import Found, Setup, claims
 
 ROOT = Path(__file__).parents[2]
-WORKERS = 8  # beside the other sections
+WORKERS = 6  # beside the other sections
+STORM_SEEDS = 4  # of ten storms each
 MARGIN = 10  # seconds before a section's end
 
 
 def tests(setup: Setup) -> Found:
-    return run_pytest(setup, WORKERS, "-m", "gpu", "-k", "not flashinfer", "tests/cuda", "tests/engine")
+    return run_pytest(setup, WORKERS, "-m", "gpu", "-k", "not flashinfer and not storm", "tests/cuda", "tests/engine")
+
+
+def storms(setup: Setup) -> Found:
+    """With graphs, up to four steps in flight; each finished request equals its solo run (`tests/engine/storm.py`)."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
+    marks: Counter[str] = Counter()
+    failed: list[str] = []
+
+    def run(seed: int) -> None:
+        command = [sys.executable, "-m", "tests.engine.storm", "--device", "cuda", "--seed", str(seed)]
+        log = setup.folder / str(seed)
+        with log.open("w") as out:
+            try:
+                seconds = setup.seconds - MARGIN
+                done = subprocess.run(
+                    command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, timeout=seconds
+                )
+                why = f"ended with {done.returncode}" if done.returncode else ""
+            except subprocess.TimeoutExpired:
+                why = f"cut off after {seconds:.0f} s"
+        if why:
+            failed.append(f"storms: seed {seed} {why}")
+            print(log.read_text(errors="replace")[-6_000:])
+        else:
+            marks.update({name: int(count) for name, count in re.findall(r"^  (.+): (\d+)$", log.read_text(), re.M)})
+
+    with ThreadPoolExecutor(STORM_SEEDS) as pool:
+        list(pool.map(run, range(STORM_SEEDS)))
+    seeds = STORM_SEEDS - len(failed)
+    rows = {"storm": {"tests": seeds, "values": dict(sorted(marks.items()))}} if marks else {}
+    return {"rows": rows, "failed": failed}
 
 
 def flashinfer(setup: Setup) -> Found:
