@@ -218,7 +218,7 @@ def main() -> int:
     begin = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, in this order")
-    parser.add_argument("--limit", type=float, default=590, help="seconds after which nothing is begun or goes on")
+    parser.add_argument("--limit", type=float, default=570, help="seconds after which nothing is begun or goes on")
     parser.add_argument("--profile", action="store_true", help="tables of kernels: of nano, b64 and the dearest draws")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--run", help=argparse.SUPPRESS)
