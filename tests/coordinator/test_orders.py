@@ -135,6 +135,36 @@ def test_a_coordinator_that_begins_takes_over_the_newest_state() -> None:
     assert [replica.session for replica in bench.router.members.serving] == [1, 2]
 
 
+@pytest.mark.parametrize("order", [cmd.Resume(0), update(9), cmd.UpdateWeights(0, 9, False)])
+def test_what_was_asked_while_no_replica_was_there_says_nothing_of_weights(order: m.Asked) -> None:
+    """Met in the simulation: after it, every replica kept the weights it came with, under the epoch of all."""
+    bench = Bench(num_replicas=0)
+    bench.take(A, m.Ask(5, order, "weights-9" if order == update(9) else None))
+    (answer,) = bench.sent(A, m.Answer)
+    assert (answer.failure is None) == isinstance(order, cmd.Resume)
+    bench.join(1, 0, weight_epoch=0, source="model")
+    assert [replica.session for replica in bench.router.members.serving] == [1]
+    bench.join(2, 1, weight_epoch=7, source="weights-7")
+    (prepare,) = bench.sent(1, m.Prepare)
+    assert prepare.order == update(7) and prepare.source == "weights-7"
+
+
+def test_who_joins_with_newer_weights_waits_for_the_order_under_way() -> None:
+    bench = Bench(num_replicas=2)
+    bench.take(A, m.Ask(5, cmd.Suspend(0)))
+    bench.join(3, 2, weight_epoch=7, source="weights-7")
+    for replica in (1, 2):
+        word(bench, replica)
+    for replica in (1, 2):
+        done(bench, replica, state="suspended", weight_epoch=0)
+    assert bench.router.orders.agreed[:3] == ("suspended", 7, "weights-7")
+    (prepare,) = bench.sent(3, m.Prepare)
+    assert prepare.order == cmd.Suspend(0)
+    bench.take(3, m.Prepared(prepare.ask))
+    done(bench, 3, state="suspended", weight_epoch=7)
+    assert [one.order for one in bench.sent(1, m.Prepare)] == [cmd.Resume(0, ["weights"]), update(7)]
+
+
 def test_a_resume_does_not_wait_for_the_pause_before_it() -> None:
     """A pause that waits for requests is carried out while the next order comes."""
     bench = Bench(num_replicas=1)

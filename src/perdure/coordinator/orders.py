@@ -104,8 +104,8 @@ class Orders:
         self._refusal = refusal
         self._send = send
         self._next = 1
-        self._has_agreed = False
-        """Whether an order was given since this began."""
+        self._has_state = self._has_weights = False
+        """Whether an order that took place since this began says what these are."""
         self._queue: deque[Round] = deque()
         self._preparing: Round | None = None
         self._applied: dict[int, Round] = {}
@@ -193,18 +193,7 @@ class Orders:
         replica.about = about
 
     def join(self, session: int) -> None:
-        """It serves once it is in line with the others. Before the first order the newest weights are in line: they
-        were agreed on by a coordinator before this one."""
-        replica = self._members.get(session)
-        assert replica is not None
-        about = replica.about
-        is_first = len(self._members.all) == 1
-        if not self._has_agreed and (is_first or about.weight_epoch > self.agreed.weight_epoch):
-            self.agreed = _agreed_by(about)
-            for other in self._members.serving:
-                if _to_agree(other.about, self.agreed):
-                    self._members.serve(other.session, False)
-                    self._to_align[other.session] = None
+        """It serves once it is in line with the others."""
         self._to_align[session] = None
         self._go_on()
 
@@ -274,7 +263,6 @@ class Orders:
             return
         one.waits = dict.fromkeys(one.told)
         self._count()
-        self._has_agreed = True
         self._preparing = one
 
     def _told(self, one: Round) -> list[Replica]:
@@ -314,8 +302,8 @@ class Orders:
             if one.failures and not one.done:  # it took place nowhere
                 self._reply(one, Answer(one.ask, self._named(one)))
                 continue
-            if isinstance(one.order, cmd.UpdateWeights) and one.order.has_weights and not one.done:
-                lost = StateError("no replica is left that could load these weights, or say that they are whole")
+            if isinstance(one.order, cmd.UpdateWeights) and not one.done:
+                lost = StateError("no replica is left that could take these weights, or say that they are whole")
                 self._reply(one, Answer(one.ask, Failure.of(lost)))
                 continue
             self.to_close += one.failures
@@ -339,6 +327,8 @@ class Orders:
     def _take_place(self, one: Round) -> None:
         """What holds from now on: as the replicas say or, where there is none, as they would."""
         state, epoch, source, halt = self.agreed
+        self._has_state |= isinstance(one.order, cmd.Pause | cmd.Suspend | cmd.Resume)
+        self._has_weights |= isinstance(one.order, cmd.UpdateWeights)
         match one.order:
             case cmd.Pause() if state == "running":
                 state, halt = "paused", one.order
@@ -372,6 +362,7 @@ class Orders:
         replica = self._members.get(session)
         if replica is None:
             return
+        self._adopt(replica.about)
         rounds = [Round(self._number(), None, *order) for order in _to_agree(replica.about, self.agreed)]
         if not rounds:
             self._let_in(replica)
@@ -382,6 +373,21 @@ class Orders:
             self._applied[one.ask] = one
             self._send(session, Prepare(one.ask, one.order, one.source))
             self._send(session, Apply(one.ask))
+
+    def _adopt(self, about: About) -> None:
+        """What no order has said, replicas say. Of weights the newest are in line: they were agreed on by a coordinator
+        before this one."""
+        agreed = self.agreed
+        is_first = agreed.source is None or len(self._members.all) == 1
+        if self._has_weights or not (is_first or about.weight_epoch > agreed.weight_epoch):
+            return
+        self.agreed = _agreed_by(about)
+        if self._has_state:
+            self.agreed = self.agreed._replace(state=agreed.state, halt=agreed.halt)
+        for other in self._members.serving:
+            if _to_agree(other.about, self.agreed):
+                self._members.serve(other.session, False)
+                self._to_align[other.session] = None
 
     def _aligned(self, one: Round, session: int) -> None:
         replica = self._members.get(session)
