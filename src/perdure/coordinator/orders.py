@@ -1,4 +1,4 @@
-"""What all replicas are asked together, agreed in two phases, and the state that they have agreed on.
+"""What all replicas are asked together, agreed in two phases.
 
 - Prepare: each says whether it could; nothing has changed yet. If one cannot, it is cancelled and nobody does it.
   Meanwhile no request is sent to a replica, so what was said stays true.
@@ -6,8 +6,8 @@
   same place among its requests, and the next order may be prepared while this one is still being carried out.
 - One that could and then did not is out of step with the others: it is sent away, and brought into line when it comes
   again. A replica that is lost has no say any more.
-- Who joins is brought into the agreed state before any request goes to it. If the agreed weights were tensors, and
-  nobody is left who has them, it waits for the next ones.
+- Who joins is brought into the agreed state (`agreement`) before any request goes to it. If the agreed weights were
+  tensors, and nobody is left who has them, it waits for the next ones.
 - A pin is at all replicas or at none, and at those that join; it goes with its client.
 """
 
@@ -15,41 +15,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api.ending import Failure
 from perdure.api.errors import StateError
-from perdure.api.output import Stats
+from perdure.coordinator.agreement import Agreed, Agreement
 from perdure.coordinator.membership import Members, Replica
 from perdure.coordinator.messages import (
     OF_TENSORS,
-    About,
     Answer,
     Apply,
     Ask,
     Asked,
     Cancel,
-    EngineState,
     Message,
     Prepare,
     Prepared,
 )
-
-
-class Agreed(NamedTuple):
-    """What holds at every replica that serves. source: where the weights came from, None = nobody said yet.
-
-    halt: the order that brought it to a state other than running.
-    """
-
-    state: EngineState = "running"
-    weight_epoch: int = 0
-    source: str | None = None
-    halt: cmd.Pause | cmd.Suspend | None = None
-
 
 NOBODY = (-1, 0)
 """Whom nobody answers: its client is gone, or it is the coordinator's own."""
@@ -90,7 +74,7 @@ class Orders:
         refusal: Callable[[Asked], str | None],
         send: Callable[[int, Message], None],
     ) -> None:
-        self.agreed = Agreed()
+        self.agreement = Agreement()
         self.num_calls = {"blocking": 0, "by messages": 0}
         """Phases so far: each is one call of all replicas. There is none per step."""
         self.to_answer: list[tuple[tuple[int, int], Answer]] = []
@@ -104,8 +88,6 @@ class Orders:
         self._refusal = refusal
         self._send = send
         self._next = 1
-        self._has_state = self._has_weights = False
-        """Whether an order that took place since this began says what these are."""
         self._queue: deque[Round] = deque()
         self._preparing: Round | None = None
         self._applied: dict[int, Round] = {}
@@ -114,6 +96,10 @@ class Orders:
         self._to_align: dict[int, None] = {}
         self._pins: dict[int, Round] = {}
         """Those that hold, or are on their way, by the number that names them at replicas."""
+
+    @property
+    def agreed(self) -> Agreed:
+        return self.agreement.now
 
     @property
     def num_pins(self) -> int:
@@ -307,9 +293,10 @@ class Orders:
                 self._reply(one, Answer(one.ask, Failure.of(lost)))
                 continue
             self.to_close += one.failures
-            self._take_place(one)
+            self.agreement.took_place(one.order, one.source, one.done)
+            self.stopped = self.stopped or isinstance(one.order, cmd.Stop)
             self._to_align.update(dict.fromkeys(self._got_weights(one)))
-            stats = _together(one.done, self.agreed) if isinstance(one.order, cmd.GetStats) else None
+            stats = self.agreement.together(one.done) if isinstance(one.order, cmd.GetStats) else None
             self._reply(one, Answer(one.ask, None, stats))
 
     def _named(self, one: Round) -> Failure:
@@ -323,27 +310,6 @@ class Orders:
         client, ask = one.client
         if client >= 0:
             self.to_answer.append((one.client, Answer(ask, answer.failure, answer.stats)))
-
-    def _take_place(self, one: Round) -> None:
-        """What holds from now on: as the replicas say or, where there is none, as they would."""
-        state, epoch, source, halt = self.agreed
-        self._has_state |= isinstance(one.order, cmd.Pause | cmd.Suspend | cmd.Resume)
-        self._has_weights |= isinstance(one.order, cmd.UpdateWeights)
-        match one.order:
-            case cmd.Pause() if state == "running":
-                state, halt = "paused", one.order
-            case cmd.Suspend() if state != "suspended":
-                state, halt = "suspended", one.order
-            case cmd.Resume(_, tags) if state != "suspended" or tags is None:
-                state = "running"
-            case cmd.UpdateWeights(_, number, has_weights):
-                epoch = epoch + 1 if number is None else number
-                source = one.source if has_weights else source
-            case cmd.Stop():
-                self.stopped = True
-        if one.is_order and one.done and one.done[0].state != "stopped":  # others are answered while orders wait
-            state, epoch = one.done[0].state, one.done[0].weight_epoch
-        self.agreed = Agreed(state, epoch, source, None if state == "running" else halt)
 
     def _got_weights(self, one: Round) -> list[int]:
         """Replicas that had none, and now have the agreed ones."""
@@ -362,8 +328,12 @@ class Orders:
         replica = self._members.get(session)
         if replica is None:
             return
-        self._adopt(replica.about)
-        rounds = [Round(self._number(), None, *order) for order in _to_agree(replica.about, self.agreed)]
+        if self.agreement.adopt(replica.about, is_alone=len(self._members.all) == 1):
+            for other in self._members.serving:
+                if self.agreement.missing(other.about):
+                    self._members.serve(other.session, False)
+                    self._to_align[other.session] = None
+        rounds = [Round(self._number(), None, *order) for order in self.agreement.missing(replica.about)]
         if not rounds:
             self._let_in(replica)
             return
@@ -373,21 +343,6 @@ class Orders:
             self._applied[one.ask] = one
             self._send(session, Prepare(one.ask, one.order, one.source))
             self._send(session, Apply(one.ask))
-
-    def _adopt(self, about: About) -> None:
-        """What no order has said, replicas say. Of weights the newest are in line: they were agreed on by a coordinator
-        before this one."""
-        agreed = self.agreed
-        is_first = agreed.source is None or len(self._members.all) == 1
-        if self._has_weights or not (is_first or about.weight_epoch > agreed.weight_epoch):
-            return
-        self.agreed = _agreed_by(about)
-        if self._has_state:
-            self.agreed = self.agreed._replace(state=agreed.state, halt=agreed.halt)
-        for other in self._members.serving:
-            if _to_agree(other.about, self.agreed):
-                self._members.serve(other.session, False)
-                self._to_align[other.session] = None
 
     def _aligned(self, one: Round, session: int) -> None:
         replica = self._members.get(session)
@@ -421,38 +376,3 @@ class Orders:
     def check_idle(self) -> None:
         """Nobody waits for anything. Raises AssertionError."""
         assert not (self._queue or self._preparing or self._applied or self._aligning or self._to_align or self._pins)
-
-
-def _agreed_by(about: About) -> Agreed:
-    halts: dict[str, cmd.Pause | cmd.Suspend] = {"paused": cmd.Pause(0), "suspended": cmd.Suspend(0)}
-    return Agreed(about.state, about.weight_epoch, about.source, halts.get(about.state))
-
-
-def _to_agree(about: About, agreed: Agreed) -> list[tuple[Asked, str | None]]:
-    """Orders that bring a replica from its state into the agreed one. Tickets mean nothing here."""
-    orders: list[tuple[Asked, str | None]] = []
-    state = about.state
-    other_weights = agreed.source is not None and about.source != agreed.source
-    if other_weights and state == "suspended":
-        orders.append((cmd.Resume(0, ["weights"]), None))
-    if other_weights or about.weight_epoch != agreed.weight_epoch:
-        source = agreed.source if other_weights else None
-        orders.append((cmd.UpdateWeights(0, agreed.weight_epoch, other_weights), source))
-    if state != agreed.state:
-        if state != "running":
-            orders.append((cmd.Resume(0), None))
-        if agreed.halt is not None:
-            orders.append((cmd.Pause(0) if isinstance(agreed.halt, cmd.Pause) else agreed.halt, None))
-    return orders
-
-
-def _together(answers: list[Answer], agreed: Agreed) -> Stats:
-    """Of all replicas as of one engine: counts are sums."""
-    found = [answer.stats for answer in answers if answer.stats is not None]
-    counts = {
-        name: sum(getattr(one, name) for one in found)
-        for name in Stats.__struct_fields__
-        if name not in ("state", "weight_epoch", "paused_ids")
-    }
-    paused = [name for one in found for name in one.paused_ids]
-    return Stats(state=agreed.state, weight_epoch=agreed.weight_epoch, paused_ids=paused, **counts)
