@@ -48,9 +48,8 @@ class Agreement:
             case cmd.UpdateWeights(_, number, has_weights):
                 epoch = epoch + 1 if number is None else number
                 known = source if has_weights else known
-        if (
-            isinstance(order, cmd.Order) and done and done[0].state != "stopped"
-        ):  # others are answered while orders wait
+        # what is no order is answered while orders wait, and says nothing of what holds after them
+        if isinstance(order, cmd.Order) and done and done[0].state != "stopped":
             state, epoch = done[0].state, done[0].weight_epoch
         self.now = Agreed(state, epoch, known, None if state == "running" else halt)
 
