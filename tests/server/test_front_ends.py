@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import json
 import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +27,11 @@ ENDED = "vllm:e2e_request_latency_seconds_count"
 
 
 class Server:
-    """One with two front ends. A stopped process accepts nothing, so that a connection can be given to either."""
+    """One with two front ends. Every answer says whose it is, so a connection to either is a matter of trying."""
 
     def __init__(self, pid: int, client: httpx.Client) -> None:
         self.pid = pid
         self.http = client
-        self.port = client.base_url.port
 
     def descendants(self) -> list[int]:
         """Processes that it started, by whatever they are."""
@@ -49,43 +46,31 @@ class Server:
     def front_ends(self) -> list[int]:
         return [pid for pid in self.descendants() if "perdure.server.front_end" in _command(pid)]
 
-    @contextmanager
-    def only(self, front_end: int) -> Iterator[None]:
-        """Whoever connects now reaches this one."""
-        others = [pid for pid in self.front_ends() if pid != front_end]
-        for pid in others:
-            os.kill(pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            for pid in others:
-                os.kill(pid, signal.SIGCONT)
+    def reach(self, front_end: int) -> httpx.Client:
+        """A client whose one connection is to this front end."""
+        give_up_at = time.monotonic() + 120
+        while True:
+            client = httpx.Client(base_url=self.http.base_url, timeout=60, limits=httpx.Limits(max_connections=1))
+            if client.get("/version").headers["x-front-end"] == str(front_end):
+                return client
+            client.close()
+            assert time.monotonic() < give_up_at
 
-    def ask(self, front_end: int, method: str, path: str, timeout_s: float = 60.0, **body: Any) -> tuple[int, bytes]:
-        """One request to this front end, while all of them run."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        with contextlib.closing(connection):
-            with self.only(front_end):
-                connection.request("GET", "/version")
-                connection.getresponse().read()
-            connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-
-    def is_there(self, front_end: int) -> bool:
-        """Whether it has begun to accept."""
-        with contextlib.suppress(TimeoutError):
-            return self.ask(front_end, "GET", "/ready", timeout_s=3.0)[0] == 200
-        return False
+    def ask(self, front_end: int, method: str, path: str, **body: Any) -> tuple[int, bytes]:
+        """One request to this front end."""
+        with contextlib.closing(self.reach(front_end)) as client:
+            answer = client.request(method, path, json=body)
+        assert answer.headers["x-front-end"] == str(front_end)
+        return answer.status_code, answer.content
 
     def told(self, front_end: int, path: str, **body: Any) -> Any:
         status, data = self.ask(front_end, "POST", path, **body)
         assert status == 200, data
         return json.loads(data)
 
-    def streams(self, front_end: int, count: int, **body: Any) -> list[list[dict[str, Any]]]:
-        with self.only(front_end):
-            return in_flight(httpx.Client(base_url=self.http.base_url, timeout=60), count, **body)
+    def stream(self, front_end: int, **body: Any) -> list[list[dict[str, Any]]]:
+        """One that has begun."""
+        return in_flight(self.reach(front_end), 1, **body)
 
     def counts(self, front_end: int) -> dict[str, float]:
         status, data = self.ask(front_end, "GET", "/metrics")
@@ -137,7 +122,7 @@ def _answers_are_the_same(server: Server, a: int, b: int, direct: LLM) -> None:
 def _names_reach_requests_elsewhere(server: Server, a: int, b: int, direct: LLM) -> None:
     params = SamplingParams(seed=7, max_tokens=900, ignore_eos=True)
     body = {"prompt": "abc", "seed": 7, "request_id": "x"}
-    streams = server.streams(a, 1, **body)
+    streams = server.stream(a, **body)
     for front_end in (a, b):
         shown = json.loads(server.ask(front_end, "GET", "/state/live")[1])["requests"]
         assert [one["request_id"] for one in shown if one["state"] != "ended"] == ["x"]
@@ -145,13 +130,13 @@ def _names_reach_requests_elsewhere(server: Server, a: int, b: int, direct: LLM)
     assert status == 400 and "request_id='x' is live" in data.decode()
     status, data = server.ask(b, "POST", "/checkpoint", request_id="x", end=True)
     assert status == 200, data
-    streams += server.streams(b, 1, **body)  # it is free everywhere
+    streams += server.stream(b, **body)  # it is free everywhere
     server.told(a, "/abort", request_ids="x")
     assert server.told(a, PATH, prompt="abc", request_id="x", max_tokens=1)["id"] == "x"
     assert ends(streams) == ["abort", "abort"]
     [whole], [expected] = direct.generate(Checkpoint.from_bytes(data)), direct.generate(["abc"], params)
     assert whole.outputs[0].token_ids == expected.outputs[0].token_ids
-    streams = [*server.streams(a, 1), *server.streams(b, 1)]
+    streams = [*server.stream(a), *server.stream(b)]
     server.told(a, "/abort")
     assert ends(streams) == ["abort", "abort"]
     status, data = server.ask(a, "POST", "/checkpoint", request_id="x")
@@ -167,19 +152,18 @@ def _state_holds_for_both(server: Server, a: int, b: int) -> None:
 
 def _one_that_dies_is_replaced(server: Server, a: int, b: int) -> None:
     before = server.counts(b)[ENDED]
-    server.streams(a, 2, request_id=None)
+    server.stream(a)
     os.kill(a, signal.SIGKILL)
     assert server.told(b, PATH, prompt="abc", max_tokens=1)
     wait_until(lambda: server.stats()["num_running"] == 0)
     wait_until(lambda: len(server.front_ends()) == 2)
     (new,) = set(server.front_ends()) - {b}
-    wait_until(lambda: server.is_there(new))
     assert new != a and server.told(new, PATH, prompt="abc", max_tokens=1)
     assert server.counts(new)[ENDED] == before + 2  # what the dead one had counted is there
 
 
 def _the_end_is_of_all(server: Server) -> None:
-    streams = [stream for one in server.front_ends() for stream in server.streams(one, 1)]
+    streams = [stream for one in server.front_ends() for stream in server.stream(one)]
     os.kill(server.pid, signal.SIGTERM)
     wait_until(lambda: server.http.get("/ready").json()["state"] == "draining")
     refused = server.http.post(PATH, json={"prompt": "a"})

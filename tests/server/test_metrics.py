@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from perdure import InvalidValue
+from perdure import InvalidValue, StateError
 from perdure.server.tracing import Tracing
 from tests.server.conftest import Running, running
 from tests.server.started import ENDLESS, PATH
@@ -74,6 +74,21 @@ def test_nan_is_counted_and_so_are_weights(own: Running, tiny: Path, tmp_path: P
     own.told("/weights", weights=str(tiny), epoch=6)
     own.told(PATH, prompt="a", max_tokens=2)
     assert counted(own, "perdure:nan_scores_total") == 1
+
+
+def test_a_coordinator_that_is_away_makes_it_unready_and_not_dead(
+    own: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = counted(own, "vllm:generation_tokens_total")
+
+    async def away() -> None:
+        raise StateError("there is no coordinator now")
+
+    monkeypatch.setattr(own.server.front.llm, "stats", away)
+    ready = own.http.get("/ready")
+    assert (ready.status_code, ready.json()["state"]) == (503, "no coordinator")
+    assert own.http.get("/health").status_code == 200
+    assert counted(own, "vllm:generation_tokens_total") == before
 
 
 def test_without_the_package_an_endpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Self
@@ -14,9 +15,12 @@ from typing import Self
 import msgspec
 
 from perdure.api.ending import Failure
+from perdure.api.errors import PerdureError, described
 from perdure.api.request import RequestId
 from perdure.server.config import ServeConfig
 from perdure.server.protocol.live import Live
+
+log = logging.getLogger("perdure")
 
 LENGTH_BYTES = 4
 
@@ -188,6 +192,10 @@ class Channel:
         task.add_done_callback(self._answering.discard)
 
     async def _answered(self, packet: Packet) -> None:
-        told = await self._answer(packet.message)
+        try:
+            told = await self._answer(packet.message)
+        except Exception as error:  # whoever asked must not wait for ever
+            log.exception("a message of another process could not be answered")
+            told = Failed(Failure.of(PerdureError(f"{type(packet.message).__name__}: {described(error)}")))
         if packet.number:
             self._send(Packet(packet.number, True, told or Done()))

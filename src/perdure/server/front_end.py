@@ -77,7 +77,7 @@ class FrontEnd:
         if begin.serving.log_requests:
             show_requests()
         self._front = front
-        self._server = Server(front, backlog=BACKLOG)
+        self._server = Server(front, BACKLOG, [("x-front-end", str(os.getpid()))])
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._drain)
         channel.tell(Ready())

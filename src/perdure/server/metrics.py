@@ -124,8 +124,10 @@ class Metrics:
             if most > 1:
                 self._between.observe((end - first) / (most - 1))
 
-    def text(self, stats: Stats) -> bytes:
-        self._engine.stats = stats
+    def text(self, stats: Stats | None) -> bytes:
+        """stats: None = as they were before."""
+        if stats is not None:
+            self._engine.stats = stats
         return generate_latest(self._shown)
 
 

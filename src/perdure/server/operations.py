@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from perdure import EngineDead, __version__
+from perdure import EngineDead, StateError, __version__
 from perdure.api.output import Stats
 from perdure.server.errors import HTTPError
 from perdure.server.front import Front
@@ -21,15 +22,19 @@ PATIENCE_S = 2.0
 
 
 async def health(front: Front, request: Request) -> Response:
-    """200 unless the engine is dead; also while it ends, is paused, or is busy for long."""
-    await _stats(front)
+    """200 unless the engine is dead; also while it ends, is paused, is busy for long or calls a coordinator again."""
+    with contextlib.suppress(StateError):
+        await _stats(front)
     return Response()
 
 
 async def ready(front: Front, request: Request) -> Response:
     """200 where a request that comes now would be computed."""
-    stats = await _stats(front)
-    state = "busy" if stats is None else stats.state
+    try:
+        stats = await _stats(front)
+        state = "busy" if stats is None else stats.state
+    except StateError:
+        state = "no coordinator"
     if front.is_draining:
         state = "draining"
     is_ready = state in ("running", "busy") and front.is_warm
@@ -37,7 +42,11 @@ async def ready(front: Front, request: Request) -> Response:
 
 
 async def metrics(front: Front, request: Request) -> Response:
-    return Response(front.metrics.text(await front.llm.stats()), media_type=CONTENT_TYPE_LATEST)
+    """Where the engine cannot be asked, its numbers are those of the time before."""
+    stats = None
+    with contextlib.suppress(StateError):
+        stats = await front.llm.stats()
+    return Response(front.metrics.text(stats), media_type=CONTENT_TYPE_LATEST)
 
 
 async def models(front: Front, request: Request) -> Response:
@@ -58,7 +67,7 @@ def _model(front: Front) -> Model:
 
 
 async def _stats(front: Front) -> Stats | None:
-    """None: no answer yet. Raises `HTTPError` if none will come."""
+    """None: no answer yet. Raises `HTTPError` if none will come, and `StateError` while there is no coordinator."""
     try:
         return await asyncio.wait_for(front.llm.stats(), PATIENCE_S)
     except TimeoutError:

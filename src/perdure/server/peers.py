@@ -64,7 +64,7 @@ class Connected(Peers):
         self._channel = channel
 
     async def claim(self, names: Sequence[str]) -> tuple[Collection[str], int]:
-        found = await self._channel.ask(Claim(list(names)))
+        found = await self._asked(Claim(list(names)))
         assert isinstance(found, Claimed)
         return found.taken, found.number
 

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import uvicorn
@@ -133,14 +133,15 @@ async def warm_up(front: Front) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, ended by us. backlog: connections that are taken at once."""
+    """uvicorn's, ended by us. backlog: connections that are taken at once. headers: of every answer."""
 
-    def __init__(self, front: Front, backlog: int = 2048) -> None:
+    def __init__(self, front: Front, backlog: int = 2048, headers: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(
             uvicorn.Config(
                 make_app(front),
                 log_config=None,
                 backlog=backlog,
+                headers=list(headers),
                 access_log=False,
                 lifespan="off",
                 server_header=False,
