@@ -138,8 +138,25 @@ def test_a_text_that_spells_the_name_of_a_special_id_is_refused(spaced: Held) ->
 
 
 def test_what_only_an_end_id_spells_cannot_be_written(tiny: Held) -> None:
-    with pytest.raises(AssertionError, match="what must follow is spelled by an end id alone"):
+    with pytest.raises(AssertionError, match=r"end id \d+, and the output would end incomplete there"):
         tiny.allowed(Walk(tiny.ready(choice=["z"]), False), [])
+
+
+@pytest.mark.parametrize("name", ["</s>", f"<[{EOS_ID}]>"])
+def test_an_end_id_that_a_grammar_names_ends_what_is_complete(name: str, tiny: Held) -> None:
+    """It is drawn where nothing follows it, left out beside another way, and an error where it is the only one."""
+    letters = {letter: tiny.tokenizer.encode(letter, False)[0] for letter in "ab"}
+    after_a = {
+        f'start: "a" {name}': [EOS_ID],
+        f'start: "a" ({name} "b")?': [EOS_ID],
+        f'start: "a" ({name} "b" | "b")': [letters["b"]],
+    }
+    for grammar, allowed in after_a.items():
+        walk = Walk(tiny.ready(grammar=grammar), ends_last=False)
+        assert [token for token in tiny.allowed(walk, [letters["a"]]) if token in (EOS_ID, letters["b"])] == allowed
+    for grammar, output in ((f'start: "a" {name} "b"', [letters["a"]]), (f'start: {name} "b"', [])):
+        with pytest.raises(AssertionError, match=f"end id {EOS_ID}, and the output would end incomplete"):
+            tiny.allowed(Walk(tiny.ready(grammar=grammar), ends_last=False), output)
 
 
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [

@@ -116,14 +116,28 @@ class Masks:
         fill_next_token_bitmask_par(self._executor, [(matcher, row) for row, (_, matcher) in enumerate(going)], bits)
         for (one, matcher), mask in zip(going, bits, strict=True):
             fault = fault_of(matcher)
-            if self._grammars.spelled_end_ids and not matcher.is_accepting():
-                mask[:] = _without(mask, self._grammars.spelled_end_ids)
+            if too_early := self._ends_too_early(matcher, mask):
+                mask[:] = _without(mask, too_early)
                 if not (fault or mask.any()):
-                    fault = "what must follow is spelled by an end id alone"
+                    fault = f"what must follow is the end id {too_early[0]}, and the output would end incomplete there"
             if one.walk.ends_last and (without := _without(mask, self._grammars.end_ids)).any():
                 mask[:] = without
             found[one.slot] = f"{one.walk.asked.shown}: {fault}" if fault else mask
         return found
+
+    def _ends_too_early(self, matcher: LLMatcher, mask: Mask) -> list[int]:
+        """End ids that the grammar allows here, by name or by their spelling, and goes on after."""
+        allowed = [token for token in self._grammars.end_ids if mask.view(np.uint32)[token // WORD] >> token % WORD & 1]
+        if not allowed or matcher.is_accepting():
+            return []
+        return [token for token in allowed if not self._completes(matcher, token)]
+
+    def _completes(self, matcher: LLMatcher, token: int) -> bool:
+        """Whether a grammar that names this end id ends with it. One that is a piece of text is never named."""
+        if token in self._grammars.spelled_end_ids:
+            return False
+        ahead = matcher.deep_copy()
+        return ahead.consume_token(token) and ahead.is_accepting()
 
 
 def _without(mask: Mask, ids: Sequence[int]) -> Mask:
