@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from perdure.api.config import EngineConfig
 from perdure.api.errors import InvalidValue, shown
@@ -91,6 +94,17 @@ WRONG: list[dict[str, Any]] = [
     {"logprob_token_ids": ["a"]},
     {"forced_token_ids": [True]},
     {"forced_token_ids": [1, 2, 3], "max_tokens": 2},
+    {"forced_token_ids": [5], "min_tokens": 9},
+    {"forced_token_ids": [], "n": 2},
+    {"forced_token_ids": {9, 5}},
+    {"stop_token_sequences": [{9, 5}]},
+    {"logit_bias": [(1, 2), (1, 3)]},
+    {"logit_bias": [(1, 2, 3)]},
+    *[{name: np.array(given)} for name in ("top_k", "stop_token_ids") for given in (True, 1.5, [[1]], ["1"])],
+    *[{name: torch.tensor([1])} for name in ("stop_token_sequences", "bad_words")],
+    {"temperature": np.bool_(True)},
+    {"temperature": np.float32("nan")},
+    {"temperature": Fraction(10**400)},
 ]
 
 
@@ -100,6 +114,55 @@ def test_T22_a_wrong_value_is_refused_by_name(wrong: dict[str, Any]) -> None:
         SamplingParams(**wrong)
     assert any(name in str(caught.value) for name in wrong)
     assert isinstance(caught.value, ValueError)
+
+
+def test_what_a_list_holds_is_told_as_it_is() -> None:
+    for wrong, words in (
+        ({"bad_words": [None]}, "bad_words holds None, which is not a list of token ids"),
+        ({"stop_token_sequences": [None]}, "stop_token_sequences holds None, which is not a list of token ids"),
+        ({"stop_token_sequences": torch.tensor([1])}, "stop_token_sequences holds 1, which is not a list of token ids"),
+        ({"allowed_token_ids": [2**63]}, f"holds {2**63}, which is not a token id: ids are 0 to vocab_size - 1"),
+        ({"logit_bias": {"-1": 1}}, "holds '-1', which is not a token id: ids are 0 to vocab_size - 1"),
+        ({"forced_token_ids": {9}}, "forced_token_ids={9} is a set, which has no order"),
+        ({"forced_token_ids": [5], "min_tokens": 9}, "min_tokens=9 is more than the 1 ids of forced_token_ids"),
+        ({"forced_token_ids": [], "n": 2}, "n=2 asks for several outputs, and the 0 ids of forced_token_ids"),
+    ):
+        with pytest.raises(InvalidValue) as caught:
+            SamplingParams(**wrong)
+        assert words in str(caught.value)
+
+
+def test_numbers_and_arrays_of_numpy_and_torch_are_kept_as_plain_ones() -> None:
+    given = SamplingParams(
+        n=np.int64(2),
+        max_tokens=np.uint8(9),
+        temperature=np.float32(0.5),
+        top_p=np.float64(0.25),
+        seed=np.uint64(2**64 - 1),
+        stop=np.array(["a"]),
+        stop_token_ids=np.array([1, 2]),
+        stop_token_sequences=torch.tensor([[1, 2], [3, 4]]),
+        bad_words=[torch.tensor([5]), "word"],
+        logit_bias={np.int32(7): np.float16(1.5)},
+        allowed_token_ids={5},
+        logprob_token_ids=[np.int64(3)],
+    )
+    plain = SamplingParams(
+        n=2,
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.25,
+        seed=2**64 - 1,
+        stop=("a",),
+        stop_token_ids=(1, 2),
+        stop_token_sequences=((1, 2), (3, 4)),
+        bad_words=((5,), "word"),
+        logit_bias=((7, 1.5),),
+        allowed_token_ids=(5,),
+        logprob_token_ids=(3,),
+    )
+    assert given == plain and repr(given) == repr(plain)
+    assert msgspec.msgpack.encode(given) == msgspec.msgpack.encode(plain)
 
 
 def test_T50_top_p_says_what_to_use_instead() -> None:

@@ -362,3 +362,30 @@ def test_s12_an_invalid_request_gets_one_reply_and_leaves_no_entry(
     (output,) = call() if others else llm.generate([A_PROMPT], params, request_ids=["A"])
     check_equal(output, solo(A_PROMPT, params))  # which is the first of its engine: its seed is that of arrival 0
     assert llm.stats().num_requests == 1 and waiting.wait(1) == {wanted.request.ticket: end}
+
+
+def test_an_integer_too_long_to_be_written_is_refused_like_any_other(make_llm: MakeLLM) -> None:
+    """Python has no text of 10,000 digits: the message says how many bits it has. Its neighbours run."""
+    llm, huge = make_llm(), 10**5000
+    prompts: list[Any] = [
+        [huge],
+        [1],
+        {"prompt": huge},
+        {"prompt_token_ids": huge},
+        {huge: 1},
+        {"prompt_token_ids": [huge]},
+    ]
+    results = llm.generate(prompts, settings(max_tokens=1))
+    assert [result.error is None for result in results] == [False, True, False, False, False, False]
+    assert all(isinstance(result.error, InvalidValue) for result in results if result.error is not None)
+    assert "prompt_token_ids[0]=<int of 16610 bits>" in str(results[0].error)
+    for call in (
+        lambda: llm.generate([[1]], request_ids=[huge]),
+        lambda: llm.generate([[1]], request_ids={huge}),  # type: ignore[arg-type]
+        lambda: llm.generate(huge),  # type: ignore[arg-type]
+        lambda: llm.abort(huge),
+        lambda: llm.checkpoint(huge),
+        lambda: llm.update_weights(None, epoch=huge),
+    ):
+        with pytest.raises(InvalidValue, match=r"<(int of 16610 bits|set)>"):
+            call()

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from perdure.api.errors import InvalidValue
+from perdure.api.errors import InvalidValue, shown
 from perdure.api.fingerprint import Fingerprint
 from perdure.api.sampling import LogprobsMode
 
@@ -159,7 +159,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if value is None and name in _OPTIONAL:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
-                raise InvalidValue(f"{name}={value!r} is not an integer")
+                raise InvalidValue(f"{name}={shown(value)} is not an integer")
             if value < low or value > (2**63 - 1 if high is None else high):
                 bounds = f"at least {low}" if high is None else f"{low} to {high}"
                 raise InvalidValue(f"{name}={value} is out of range: {bounds}")
@@ -169,7 +169,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in _BOOLEANS:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in _OPTIONAL):
-                raise InvalidValue(f"{name}={value!r} is not a bool")
+                raise InvalidValue(f"{name}={shown(value)} is not a bool")
         for name, allowed in _CHOICES:
             if getattr(self, name) is None and name in _OPTIONAL:
                 continue
@@ -184,10 +184,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, least, most in _SECONDS_AND_WEIGHTS:
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int | float) or not least <= number <= most:
-                raise InvalidValue(f"{name}={number!r} is no number from {least:g} to {most:g}")
+                raise InvalidValue(f"{name}={shown(number)} is no number from {least:g} to {most:g}")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise InvalidValue(f"gpu_memory_utilization={share!r} is no part: above 0, up to 1")
+            raise InvalidValue(f"gpu_memory_utilization={shown(share)} is no part: above 0, up to 1")
         if self.device == "cuda":
             self._check_cuda()
         if self.device == "cpu" and self.sampling_backend == "flashinfer":

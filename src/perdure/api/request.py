@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from perdure.api.errors import InvalidValue
+from perdure.api.errors import InvalidValue, shown
 from perdure.api.sampling import MAX_INTEGER, SamplingParams, is_unicode
 
 RequestId = str | int
@@ -15,9 +15,9 @@ MAX_SALT_LENGTH = 256
 def checked_id(request_id: object) -> RequestId:
     """The id, if it can be one. Raises `InvalidValue`."""
     if isinstance(request_id, bool) or not isinstance(request_id, (str, int)):
-        raise InvalidValue(f"request_id={request_id!r} is neither a str nor an int")
+        raise InvalidValue(f"request_id={shown(request_id)} is neither a str nor an int")
     if abs(request_id) > MAX_INTEGER if isinstance(request_id, int) else not is_unicode(request_id):
-        raise InvalidValue(f"request_id={request_id!r} fits neither 64 bits nor UTF-8")
+        raise InvalidValue(f"request_id={shown(request_id)} fits neither 64 bits nor UTF-8")
     return request_id
 
 
@@ -48,9 +48,9 @@ def check_salt(salt: object) -> None:
     if salt is None:
         return
     if not isinstance(salt, str):
-        raise InvalidValue(f"cache_salt={salt!r} is not a str")
+        raise InvalidValue(f"cache_salt={shown(salt)} is not a str")
     if not 0 < len(salt) <= MAX_SALT_LENGTH or not is_unicode(salt):
-        shown = f"{salt[:20]!r}..." if len(salt) > MAX_SALT_LENGTH else repr(salt)
+        begin = f"{salt[:20]!r}..." if len(salt) > MAX_SALT_LENGTH else repr(salt)
         raise InvalidValue(
-            f"cache_salt={shown} has {len(salt)} characters: it is None, or valid Unicode of 1 to {MAX_SALT_LENGTH}"
+            f"cache_salt={begin} has {len(salt)} characters: it is None, or valid Unicode of 1 to {MAX_SALT_LENGTH}"
         )

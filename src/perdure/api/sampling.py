@@ -1,6 +1,7 @@
 """`SamplingParams`: what a caller may ask of one request. Frozen, checked where it is built, safe to share.
 
 - Names and defaults are vLLM's wherever it has the feature, so that changing the import is enough.
+- Numbers and lists of numpy's and torch's kinds are taken, and kept as plain ones.
 - A value wrong by itself raises `InvalidValue` here; what depends on the model (ids, lengths) is checked at admission.
 - Nothing is resolved here: a missing seed or budget stays missing until admission.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
+from operator import index
 from typing import Any, Literal
 
 import msgspec
@@ -113,28 +116,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._freeze("logit_bias", _bias(self.logit_bias))
         for name in ("allowed_token_ids", "logprob_token_ids", "forced_token_ids"):
             given = getattr(self, name)
-            self._freeze(name, None if given is None else _ids(name, given))
+            self._freeze(name, None if given is None else _ids(name, given, ordered=name == "forced_token_ids"))
         self._freeze("bad_words", _words(self.bad_words))
         self._freeze("logits_processors", _processors(self.logits_processors))
-        _integer("n", self.n, low=1, high=MAX_SAMPLES)
+        self._integer("n", low=1, high=MAX_SAMPLES)
         msgspec.structs.force_setattr(self, "structured_outputs", structured(self.structured_outputs))
-        _integer("max_tokens", self.max_tokens, low=0, optional=True)
-        if self.max_tokens == 0 and self.n > 1:
-            raise InvalidValue(f"n={self.n} asks for several outputs, and max_tokens=0 for none")
-        _integer("min_tokens", self.min_tokens, low=0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidValue(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
-        _number("temperature", self.temperature, low=0.0)
-        _integer("top_k", self.top_k, low=-1)
-        _number("top_p", self.top_p)
+        self._integer("max_tokens", low=0, optional=True)
+        most, limit = self.max_tokens, f"max_tokens={self.max_tokens}"
+        if most is None and self.forced_token_ids is not None:
+            most = len(self.forced_token_ids)
+            limit = f"the {most} ids of forced_token_ids, with which it ends"
+        if most == 0 and self.n > 1:
+            raise InvalidValue(f"n={self.n} asks for several outputs, and {limit} for none")
+        self._integer("min_tokens", low=0)
+        if most is not None and self.min_tokens > most:
+            raise InvalidValue(f"min_tokens={self.min_tokens} is more than {limit}")
+        self._number("temperature", low=0.0)
+        self._integer("top_k", low=-1)
+        self._number("top_p")
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidValue(
-                f"top_p={self.top_p!r} is not in (0, 1]: 1 turns the filter off, temperature=0 is greedy"
+                f"top_p={shown(self.top_p)} is not in (0, 1]: 1 turns the filter off, temperature=0 is greedy"
             )
-        _number("min_p", self.min_p, low=0.0, high=1.0)
-        _number("repetition_penalty", self.repetition_penalty, low=1 / MAX_REPETITION, high=MAX_REPETITION)
+        self._number("min_p", low=0.0, high=1.0)
+        self._number("repetition_penalty", low=1 / MAX_REPETITION, high=MAX_REPETITION)
         for name in ("presence_penalty", "frequency_penalty"):
-            _number(name, getattr(self, name), low=-MAX_PENALTY, high=MAX_PENALTY)
+            self._number(name, low=-MAX_PENALTY, high=MAX_PENALTY)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidValue("allowed_token_ids=[] leaves nothing to sample: None allows every id")
         if self.forced_token_ids is not None and self.max_tokens is not None:
@@ -144,17 +151,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 )
         if self.forced_token_ids is not None and self.structured_outputs is not None:
             raise InvalidValue("structured_outputs and forced_token_ids both say what the output is: give one of them")
-        _integer("seed", self.seed, low=0, high=MAX_SEED, optional=True)
-        _integer("logprobs", self.logprobs, low=ALL_LOGPROBS, optional=True)
-        _integer("prompt_logprobs", self.prompt_logprobs, low=ALL_LOGPROBS, optional=True)
+        self._integer("seed", low=0, high=MAX_SEED, optional=True)
+        self._integer("logprobs", low=ALL_LOGPROBS, optional=True)
+        self._integer("prompt_logprobs", low=ALL_LOGPROBS, optional=True)
         _choice("logprobs_mode", self.logprobs_mode, ("raw", "processed"), optional=True)
         _choice("output_kind", self.output_kind, ("final", "delta", "cumulative"), optional=True)
-        _integer("stream_interval", self.stream_interval, low=1)
-        _integer("priority", self.priority)
+        self._integer("stream_interval", low=1)
+        self._integer("priority")
         for name in _BOOLEANS:
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise InvalidValue(f"{name}={value!r} is not a bool")
+                raise InvalidValue(f"{name}={shown(value)} is not a bool")
         if self.stop and not self.detokenize:
             raise InvalidValue(f"stop={list(self.stop)!r} needs text, but detokenize=False")
 
@@ -163,8 +170,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Whether each output token gets an entry of scores."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
 
-    def _freeze(self, name: str, value: tuple[Any, ...] | None) -> None:
-        """Store the checked, immutable form of a list the caller gave (the caller's own list stays untouched)."""
+    def _integer(self, name: str, **limits: Any) -> None:
+        self._freeze(name, _integer(name, getattr(self, name), **limits))
+
+    def _number(self, name: str, **limits: Any) -> None:
+        self._freeze(name, _number(name, getattr(self, name), **limits))
+
+    def _freeze(self, name: str, value: Any) -> None:
+        """Store the checked, plain and immutable form of what the caller gave, which stays untouched."""
         msgspec.structs.force_setattr(self, name, value)
 
 
@@ -179,22 +192,45 @@ _BOOLEANS = (
 )
 
 
-def _integer(name: str, value: Any, *, low: int | None = None, high: int | None = None, optional: bool = False) -> None:
+def _integer(
+    name: str, value: Any, *, low: int | None = None, high: int | None = None, optional: bool = False
+) -> int | None:
     if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    found = exact_integer(value)
+    if found is None:
         raise InvalidValue(f"{name}={shown(value)} is not an integer")
-    high = MAX_INTEGER if high is None else high
-    low = -MAX_INTEGER if low is None else low
-    if value < low:
-        raise InvalidValue(f"{name}={shown(value)} is below its least value {low}")
-    if value > high:
-        raise InvalidValue(f"{name}={shown(value)} is above its largest value {high}")
+    _check_bounds(name, found, -MAX_INTEGER if low is None else low, MAX_INTEGER if high is None else high)
+    return found
 
 
-def _number(name: str, value: Any, *, low: float | None = None, high: float | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+def exact_integer(value: Any) -> int | None:
+    """An int, or what stands for one exactly, as numpy's integers do. None: it is neither, and no bool is."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return index(value)
+    except TypeError:
+        return None
+
+
+def _number(name: str, value: Any, *, low: float | None = None, high: float | None = None) -> float:
+    found = None if isinstance(value, bool) or not isinstance(value, Real) else _plain_number(value)
+    if found is None or not abs(found) <= sys.float_info.max:
         raise InvalidValue(f"{name}={shown(value)} is not a finite number")
+    _check_bounds(name, found, low, high)
+    return found
+
+
+def _plain_number(value: Any) -> float | None:
+    """None: too large for one."""
+    try:
+        return value if type(value) is int else float(value)
+    except OverflowError:
+        return None
+
+
+def _check_bounds(name: str, value: Any, low: float | None, high: float | None) -> None:
     if low is not None and value < low:
         raise InvalidValue(f"{name}={shown(value)} is below its least value {low}")
     if high is not None and value > high:
@@ -206,11 +242,15 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...], *, optional: bool =
         raise InvalidValue(f"{name}={shown(value)} is none of {', '.join(allowed)}")
 
 
-def _items(name: str, value: Iterable[Any] | None) -> tuple[Any, ...]:
+def _items(name: str, value: Any, ordered: bool = False) -> tuple[Any, ...]:
+    """Of a list, or of an array or a tensor, as the plain values it holds. ordered: a set will not do."""
+    value = value.tolist() if hasattr(value, "tolist") else value
     if value is None:
         return ()
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, Mapping)):
         raise InvalidValue(f"{name}={shown(value)} is not a list")
+    if ordered and isinstance(value, (set, frozenset)):
+        raise InvalidValue(f"{name}={shown(value)} is a set, which has no order")
     return tuple(value)
 
 
@@ -233,38 +273,46 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _ids(name: str, value: Iterable[int] | None) -> tuple[int, ...]:
-    given = _items(name, value)
-    for item in given:
-        if isinstance(item, bool) or not isinstance(item, int) or abs(item) > MAX_INTEGER:
-            raise InvalidValue(f"{name} holds {shown(item)}, which is not a token id")
-    return given
+def _ids(name: str, value: Any, ordered: bool = False) -> tuple[int, ...]:
+    return tuple(_id(name, item) for item in _items(name, value, ordered))
 
 
-def _id_lists(name: str, value: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...]:
-    given = tuple(_ids(name, item) for item in _items(name, value))
-    if any(not item for item in given):
+def _id(name: str, value: Any) -> int:
+    found = exact_integer(value)
+    if found is None or abs(found) > MAX_INTEGER:
+        raise InvalidValue(f"{name} holds {shown(value)}, which is not a token id: ids are 0 to vocab_size - 1")
+    return found
+
+
+def _id_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(_id_list(name, item) for item in _items(name, value))
+
+
+def _id_list(name: str, value: Any) -> tuple[int, ...]:
+    """One of several lists: a sequence that stops, or a word."""
+    if value is None or (isinstance(value, (str, bytes)) or not isinstance(value, Iterable)):
+        raise InvalidValue(f"{name} holds {shown(value)}, which is not a list of token ids")
+    found = _ids(name, value, ordered=True)
+    if not found:
         raise InvalidValue(f"{name} holds an empty sequence")
-    return given
+    return found
 
 
 def _bias(given: Any) -> tuple[tuple[int, float], ...] | None:
     """Pairs (id, bias), ascending by id."""
     if given is None:
         return None
-    if not isinstance(given, Mapping):
+    found: dict[int, float] = {}
+    for pair in given.items() if isinstance(given, Mapping) else _items("logit_bias", given):
         try:
-            given = dict(_items("logit_bias", given))
+            key, value = pair
         except (TypeError, ValueError):
             raise InvalidValue(f"logit_bias={shown(given)} is not a dictionary of token ids") from None
-    found: dict[int, float] = {}
-    for key, value in given.items():
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20 else key
-        (token,) = _ids("logit_bias", [token])
+        is_digits = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20
+        token = _id("logit_bias", int(key) if is_digits else key)
         if token in found:
             raise InvalidValue(f"logit_bias names the id {token} twice")
-        _number(f"logit_bias[{token}]", value, low=-MAX_BIAS, high=MAX_BIAS)
-        found[token] = float(value)
+        found[token] = float(_number(f"logit_bias[{token}]", value, low=-MAX_BIAS, high=MAX_BIAS))
     return tuple(sorted(found.items()))
 
 
@@ -272,12 +320,9 @@ def _words(given: Any) -> tuple[str | tuple[int, ...], ...] | None:
     if given is None:
         return None
     items = _items("bad_words", given)
-    return tuple(_strings("bad_words", [one])[0] if isinstance(one, str) else _word_ids(one) for one in items)
-
-
-def _word_ids(given: Any) -> tuple[int, ...]:
-    (ids,) = _id_lists("bad_words", [given])
-    return ids
+    return tuple(
+        _strings("bad_words", [one])[0] if isinstance(one, str) else _id_list("bad_words", one) for one in items
+    )
 
 
 def _processors(given: Any) -> tuple[Any, ...]:

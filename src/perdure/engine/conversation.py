@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from perdure.api.errors import InvalidValue
+from perdure.api.errors import InvalidValue, shown
 from perdure.engine.chat_template import Messages, TemplateKwargs, Tools
 from perdure.engine.tokenizer import Tokenizer
 
@@ -46,7 +46,7 @@ def laid_out(
     check_tools(tools)
     check_template_kwargs(template_kwargs)
     if not is_list(messages):
-        raise InvalidValue(f"messages={messages!r} is not a list of messages")
+        raise InvalidValue(f"messages={shown(messages)} is not a list of messages")
     messages = [_with_objects(one) for one in messages]
     return tokenizer.apply_chat_template(messages, add_generation_prompt, tools, template_kwargs)
 
@@ -77,14 +77,14 @@ def is_list(value: object) -> bool:
 
 def check_tools(tools: Tools | None) -> None:
     if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise InvalidValue(f"tools={tools!r} is not a list of objects")
+        raise InvalidValue(f"tools={shown(tools)} is not a list of objects")
 
 
 def check_template_kwargs(given: TemplateKwargs | None) -> None:
     if given is None:
         return
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise InvalidValue(f"chat_template_kwargs={given!r} is no dictionary of names")
+        raise InvalidValue(f"chat_template_kwargs={shown(given)} is no dictionary of names")
     for name in given:
         if name in OUR_NAMES:
             raise InvalidValue(f"chat_template_kwargs holds {name!r}, which is none of the template's own")

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
-from perdure.api.errors import EngineDead, InvalidValue, PerdureError
+from perdure.api.errors import EngineDead, InvalidValue, PerdureError, shown
 from perdure.api.event import Event
 from perdure.api.request import RequestId, checked_id
 from perdure.engine.handle import Arrivals
@@ -177,7 +177,7 @@ class Desk(ABC):
         if request_ticket is None:
             checked_id(request_id)
         if not isinstance(end, bool):
-            raise InvalidValue(f"end={end!r} is not a bool")
+            raise InvalidValue(f"end={shown(end)} is not a bool")
         return self._ask(cmd.TakeCheckpoint(self.ticket(), request_id, request_ticket, end))
 
     def pin(self, prompt: Prompt) -> tuple[int, Future[object]]:
@@ -200,7 +200,7 @@ class Desk(ABC):
 
     def resume(self, tags: Sequence[cmd.Tag] | None) -> Future[object]:
         if tags is not None and (isinstance(tags, str) or not isinstance(tags, Sequence)):
-            raise InvalidValue(f"tags={tags!r} is no list of names; the names are: {', '.join(get_args(cmd.Tag))}")
+            raise InvalidValue(f"tags={shown(tags)} is no list of names; the names are: {', '.join(get_args(cmd.Tag))}")
         for tag in tags or ():
             _check_choice("tags", tag, cmd.Tag)
         return self._ask(cmd.Resume(self.ticket(), None if tags is None else list(tags)))
@@ -212,7 +212,7 @@ class Desk(ABC):
         _check_choice("cache", cache, cmd.CachePolicy)
         _check_choice("in_flight", in_flight, cmd.InFlightPolicy)
         if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < 2**63):
-            raise InvalidValue(f"epoch={epoch!r} is no integer from 0 to {2**63 - 1}")
+            raise InvalidValue(f"epoch={shown(epoch)} is no integer from 0 to {2**63 - 1}")
         if not has_weights and epoch is None:
             raise InvalidValue("weights=None moves the epoch alone: give epoch=")
         return cmd.UpdateWeights(self.ticket(), epoch, has_weights, cache, in_flight)
@@ -271,7 +271,7 @@ def is_last(event: Event) -> bool:
 
 def _check_choice(name: str, value: object, allowed: object) -> None:
     if value not in get_args(allowed):
-        raise InvalidValue(f"{name}={value!r} is none of {', '.join(get_args(allowed))}")
+        raise InvalidValue(f"{name}={shown(value)} is none of {', '.join(get_args(allowed))}")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.checkpoint import Checkpoint
 from perdure.api.config import EngineConfig
-from perdure.api.errors import InvalidValue, PerdureError
+from perdure.api.errors import InvalidValue, PerdureError, shown
 from perdure.api.event import Event
 from perdure.api.output import Replicas, RequestOutput, Stats
 from perdure.api.request import RequestId
@@ -108,7 +108,7 @@ class LLM:
         interface. chat_template_kwargs: what else the template knows, such as `enable_thinking`.
         """
         if not is_list(messages):
-            raise InvalidValue(f"messages={messages!r} is neither a conversation nor a list of conversations")
+            raise InvalidValue(f"messages={shown(messages)} is neither a conversation nor a list of conversations")
         bare = bool(messages) and isinstance(messages[0], Mapping)
         given: Any = messages
         prompts: Sequence[PromptOrError]
@@ -151,7 +151,7 @@ class LLM:
         if given is None:
             given = [None] * len(prompts)
         if not isinstance(given, (str, int, Sequence)):
-            raise InvalidValue(f"request_ids={given!r} is neither an id nor a list of ids")
+            raise InvalidValue(f"request_ids={shown(given)} is neither an id nor a list of ids")
         ids = [given] if isinstance(given, (str, int)) else list(given)
         if len(ids) != len(prompts):
             raise InvalidValue(f"request_ids has {len(ids)} entries for {len(prompts)} prompts")

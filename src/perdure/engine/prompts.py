@@ -7,16 +7,15 @@ error may stand in its place until it is submitted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import index
 from typing import Any, cast
 
 from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api.checkpoint import Checkpoint
-from perdure.api.errors import InvalidValue
+from perdure.api.errors import InvalidValue, shown
 from perdure.api.request import Request, RequestId, check_salt, checked_id
-from perdure.api.sampling import MAX_INTEGER, SamplingParams, is_unicode
+from perdure.api.sampling import MAX_INTEGER, SamplingParams, exact_integer, is_unicode
 from perdure.engine.tokenizer import Tokenizer
 from perdure.runner.functions import imported
 
@@ -31,11 +30,11 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """The prompts as a list, and whether one bare prompt was given."""
     prompts = _plain(prompts)
     if isinstance(prompts, (bytes, bytearray)):
-        raise InvalidValue(f"prompts={prompts!r} is neither a prompt nor a list of prompts")
+        raise InvalidValue(f"prompts={shown(prompts)} is neither a prompt nor a list of prompts")
     if isinstance(prompts, (str, Mapping, Checkpoint)):
         return [prompts], True
     if not isinstance(prompts, Sequence):
-        raise InvalidValue(f"prompts={prompts!r} is neither a prompt nor a list of prompts")
+        raise InvalidValue(f"prompts={shown(prompts)} is neither a prompt nor a list of prompts")
     if len(prompts) and not _is_prompt(prompts[0]):
         # beside prompts, what is neither a prompt nor an id is one that is wrong
         if hasattr(prompts[0], "__index__") or not any(map(_is_prompt, prompts)):
@@ -58,27 +57,26 @@ def token_ids_of(
         unknown = [name for name in prompt if name not in (*_FIELDS, _SALT)]
         given = [name for name in _FIELDS if prompt.get(name) is not None]
         if unknown or len(given) != 1:
-            raise InvalidValue(
-                f"a prompt dict holds one of {', '.join(_FIELDS)}, and at most {_SALT} beside it; got {list(prompt)}"
-            )
+            known = f"one of {', '.join(_FIELDS)}, and at most {_SALT} beside it"
+            raise InvalidValue(f"a prompt dict holds {known}; got {shown(list(prompt))}")
         prompt = _field(given[0], _plain(prompt[given[0]]))
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidValue("the prompt is text, but the model came without a tokenizer: give token ids")
         if not is_unicode(prompt):
-            raise InvalidValue(f"prompt={prompt!r} is not valid Unicode")
+            raise InvalidValue(f"prompt={shown(prompt)} is not valid Unicode")
         return tokenizer.encode(prompt, add_special_tokens), prompt
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
-        raise InvalidValue(f"prompt={prompt!r} is neither text nor a list of token ids")
+        raise InvalidValue(f"prompt={shown(prompt)} is neither text nor a list of token ids")
     return [_id(at, token) for at, token in enumerate(prompt)], None
 
 
 def _field(name: str, value: Any) -> Any:
     """What a prompt's dictionary holds under one of its keys, if the key may hold it. Raises `InvalidValue`."""
     if name == "prompt" and not isinstance(value, str):
-        raise InvalidValue(f"prompt={value!r} is not text: ids stand under prompt_token_ids")
+        raise InvalidValue(f"prompt={shown(value)} is not text: ids stand under prompt_token_ids")
     if name == "prompt_token_ids" and (not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray))):
-        raise InvalidValue(f"prompt_token_ids={value!r} is not a list of token ids")
+        raise InvalidValue(f"prompt_token_ids={shown(value)} is not a list of token ids")
     return value
 
 
@@ -91,14 +89,11 @@ def salt_of(prompt: Prompt) -> str | None:
 
 def _id(at: int, token: Any) -> int:
     """An int, or what stands for one exactly, as numpy's integers do."""
-    try:
-        found = index(token)
-    except TypeError:
-        found = None
-    if found is None or isinstance(token, bool):
-        raise InvalidValue(f"prompt_token_ids[{at}]={token!r} is not an int")
+    found = exact_integer(token)
+    if found is None:
+        raise InvalidValue(f"prompt_token_ids[{at}]={shown(token)} is not an int")
     if abs(found) > MAX_INTEGER:
-        raise InvalidValue(f"prompt_token_ids[{at}]={token} is no token id: ids are 0 to vocab_size - 1")
+        raise InvalidValue(f"prompt_token_ids[{at}]={shown(token)} is no token id: ids are 0 to vocab_size - 1")
     return found
 
 
@@ -119,7 +114,7 @@ def params_for(
     elif isinstance(given, Sequence):
         found = list(given)
     else:
-        raise InvalidValue(f"sampling_params={given!r} is neither a SamplingParams nor a list of them")
+        raise InvalidValue(f"sampling_params={shown(given)} is neither a SamplingParams nor a list of them")
     if len(found) != len(prompts):
         raise InvalidValue(f"sampling_params has {len(found)} entries for {len(prompts)} prompts")
     return [_own_params(at, prompt, params) for at, (prompt, params) in enumerate(zip(prompts, found, strict=True))]
@@ -131,7 +126,7 @@ def _own_params(at: int, prompt: PromptOrError, params: SamplingParams | None) -
             raise InvalidValue(f"sampling_params[{at}] is given, but a checkpoint goes on with those it began with")
         return prompt.params
     if not isinstance(params, SamplingParams):
-        raise InvalidValue(f"sampling_params holds {params!r}, which is not a SamplingParams")
+        raise InvalidValue(f"sampling_params holds {shown(params)}, which is not a SamplingParams")
     return params
 
 
@@ -164,7 +159,7 @@ def ids_to_abort(request_ids: RequestId | Sequence[RequestId]) -> list[RequestId
     """One id or several; each must be one that a request could have."""
     given = [request_ids] if isinstance(request_ids, (str, int)) else request_ids
     if not isinstance(given, Sequence):
-        raise InvalidValue(f"request_ids={request_ids!r} is neither an id nor a list of ids")
+        raise InvalidValue(f"request_ids={shown(request_ids)} is neither an id nor a list of ids")
     return [checked_id(one) for one in given]
 
 
@@ -185,7 +180,7 @@ def _settled(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingPar
 def _spellings(word: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
     """A word's ids where a text begins and after a space; one that ends with the other says nothing new."""
     if tokenizer is None:
-        raise InvalidValue(f"bad_words holds {word!r}, but the model came without a tokenizer: give lists of ids")
+        raise InvalidValue(f"bad_words holds {shown(word)}, but the model came without a tokenizer: give lists of ids")
     bare = word.lstrip() or word
     at_start, inside = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, f" {bare}"))
     found = [at_start] if inside[-len(at_start) :] == at_start else [at_start, inside]
