@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +19,11 @@ from typing import Any
 import httpx
 import pytest
 
-from perdure import LLM, Checkpoint, InvalidValue, SamplingParams
+from perdure import LLM, Checkpoint, InvalidValue, PerdureError, SamplingParams
+from perdure.server import supervisor
 from perdure.server.channel import Begin
 from perdure.server.config import ServeConfig
-from perdure.server.supervisor import Supervisor
+from perdure.server.supervisor import Process, Supervisor
 from tests.server.started import ENDLESS, PATH, ends, in_flight, process
 
 ENDED = "vllm:e2e_request_latency_seconds_count"
@@ -153,13 +156,18 @@ def _state_holds_for_both(server: Server, a: int, b: int) -> None:
 def _one_that_dies_is_replaced(server: Server, a: int, b: int) -> None:
     before = server.counts(b)[ENDED]
     server.stream(a)
+    on_b = server.stream(b)
     os.kill(a, signal.SIGKILL)
+    wait_until(lambda: set(server.front_ends()) - {a, b})
+    (still_begins,) = set(server.front_ends()) - {a, b}
+    os.kill(still_begins, signal.SIGKILL)
     assert server.told(b, PATH, prompt="abc", max_tokens=1)
+    assert ends(on_b, timeout_s=120) == ["length"]
     wait_until(lambda: server.stats()["num_running"] == 0)
-    wait_until(lambda: len(server.front_ends()) == 2)
+    wait_until(lambda: set(server.front_ends()) - {a, b, still_begins})
     (new,) = set(server.front_ends()) - {b}
     assert new != a and server.told(new, PATH, prompt="abc", max_tokens=1)
-    assert server.counts(new)[ENDED] == before + 2  # what the dead one had counted is there
+    assert server.counts(new)[ENDED] == before + 3  # what the dead one had counted is there
 
 
 def _the_end_is_of_all(server: Server) -> None:
@@ -179,3 +187,36 @@ def test_one_that_cannot_begin_ends_the_server() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(InvalidValue, match="nowhere"):
         asyncio.run(run(listening))
+
+
+class Lives:
+    """Stands for `Process`: a front end that lives as long as it takes to say whether it takes requests."""
+
+    def __init__(self, are_ready: list[bool]) -> None:
+        self.left = are_ready
+
+    def __call__(self, listening: socket.socket, folder: str) -> Process:
+        one = Process.__new__(Process)
+        one.end, theirs = socket.socketpair()
+        theirs.close()
+        one.is_ready, one.failure, one.channel = self.left.pop(0), None, None
+        one.process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
+        return one
+
+
+@pytest.mark.parametrize("before", [[], [True, False, False, True]])
+def test_one_that_served_may_fail_to_begin_again_but_not_for_ever(
+    before: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stillborn = [False] * (supervisor.MOST_STILLBORN if before else 1)
+    lives = Lives([*before, *stillborn, False])
+    monkeypatch.setattr(supervisor, "Process", lives)
+    monkeypatch.setattr(supervisor, "AGAIN_S", 0.0)
+    begin = Begin("nowhere", None, None, False, 0, ServeConfig())
+
+    async def run(listening: socket.socket) -> None:
+        await Supervisor(begin, 1, listening).run(lambda: None)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(PerdureError, match="the server ends"):
+        asyncio.run(run(listening))
+    assert lives.left == [False]

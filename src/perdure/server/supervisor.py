@@ -1,13 +1,16 @@
 """`Supervisor`: front ends as processes of their own on one port, and what they hold in common.
 
 - All accept from one listening socket, so a connection that nobody took yet is lost with none of them.
-- One that dies is started again; one that cannot even begin ends the server, which says so. None outlives this process.
+- One that dies is started again. One that cannot even begin ends the server, which says so: at once where none has
+  served in its place before, else after some such lives in a row, and then what is inside ends first. None outlives
+  this process.
 - Names that clients give requests are claimed here; what is asked of all front ends is passed on here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -45,6 +48,10 @@ PATIENCE_S = 10.0
 """How long a front end may take to answer what is asked of all."""
 STOP_S = 2.0
 """How long they may take to end once their channel is closed; then they are killed."""
+AGAIN_S = 1.0
+"""How long after one that ended before it took requests the next is started."""
+MOST_STILLBORN = 5
+"""So many of them in a row, in a place that served before, and the server ends."""
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Where prometheus_client keeps counts that several processes share."""
 
@@ -98,6 +105,11 @@ class Supervisor:
         saying = asyncio.create_task(self._said(say))
         try:
             await asyncio.gather(*keeping)
+        except PerdureError:
+            if self._all_ready.is_set():  # others have requests
+                self._drain()
+                await asyncio.gather(*keeping, return_exceptions=True)
+            raise
         finally:
             for task in (*keeping, saying):
                 task.cancel()
@@ -111,6 +123,9 @@ class Supervisor:
         if self._draining.is_set():
             self._end(0.0)
             os._exit(1)
+        self._drain()
+
+    def _drain(self) -> None:
         self._draining.set()
         for one in self._processes.values():
             if one.channel is not None:
@@ -131,25 +146,36 @@ class Supervisor:
 
     async def _keep(self, index: int) -> None:
         """One front end after another, until they are meant to end. Raises what makes another useless."""
+        most, num_stillborn = 1, 0
         while not self._draining.is_set():
             one = self._processes[index] = Process(self._listening, self._folder)
-
-            async def answer(message: Message, one: Process = one) -> Message | None:
-                return await self._answer(index, one, message)
-
-            one.channel = await Channel.over(one.end, answer)
-            one.channel.tell(self._begin)
-            await one.channel.run()
-            self._claims = {name: claim for name, claim in self._claims.items() if claim[0] != index}
-            code = await asyncio.to_thread(one.process.wait)
+            code = await self._lived(index, one)
             if self._draining.is_set():
                 return
-            if one.failure is not None:
-                raise one.failure.to_exception()
             what = f"front end {index}, process {one.process.pid}, ended with code {code}"
-            if not one.is_ready:
-                raise PerdureError(f"{what} before it took requests: the server ends")
-            log.warning("%s: started again", what)
+            if one.is_ready:
+                most, num_stillborn = MOST_STILLBORN, 0
+                log.warning("%s: started again", what)
+                continue
+            num_stillborn += 1
+            what = f"{what} before it took requests" if one.failure is None else f"{what}: {one.failure.message}"
+            if num_stillborn == most:
+                raise PerdureError(f"{what}: the server ends") if one.failure is None else one.failure.to_exception()
+            log.warning("%s: started again in %g s", what, AGAIN_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._draining.wait(), AGAIN_S)
+
+    async def _lived(self, index: int, one: Process) -> int:
+        """One front end's whole life: the code that it ended with."""
+
+        async def answer(message: Message) -> Message | None:
+            return await self._answer(index, one, message)
+
+        one.channel = await Channel.over(one.end, answer)
+        one.channel.tell(self._begin)
+        await one.channel.run()
+        self._claims = {name: claim for name, claim in self._claims.items() if claim[0] != index}
+        return await asyncio.to_thread(one.process.wait)
 
     async def _answer(self, index: int, one: Process, message: Message) -> Message | None:
         match message:
