@@ -37,6 +37,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"detokenize": False, "return_token_ids": True},
     {"stream_interval": 5, "logprobs": 1},
     {"logprob_token_ids": [7, 8], "logprobs": 0, "logprobs_mode": "processed"},
+    {"logprob_token_ids": [7, 8], "echo": True},
     {"forced_token_ids": [60, 61, 62], "logprobs": 1, "max_tokens": 5},
     {"skip_reading_prefix_cache": True, "add_special_tokens": False},
     {"structured_outputs": {"choice": ["\U0001f600!\u4e16"]}, "return_token_ids": True},
@@ -77,6 +78,26 @@ def test_a_completion_is_what_the_engine_gives(server: Running, direct: LLM, pro
         assert choice["weight_epochs"] == [[0, 0]]
     assert whole["usage"]["completion_tokens"] == sum(len(output.token_ids) for _, output in outputs)
     assert whole["usage"]["prompt_tokens"] == sum(len(result.prompt_token_ids or []) for result in results)
+
+
+def test_listed_ids_are_scored_where_nothing_else_is(server: Running, direct: LLM) -> None:
+    """What a completion and a chat tell of `logprob_token_ids` is what the engine scores."""
+    listed = [5, 199, 7]
+    choice = server.told(PATH, prompt=IDS, seed=3, max_tokens=4, logprob_token_ids=listed, return_token_ids=True)
+    scores, ids = choice["choices"][0]["logprobs"], choice["choices"][0]["token_ids"]
+    [result] = direct.generate(IDS, SamplingParams(seed=3, max_tokens=4, logprob_token_ids=listed))
+    told = [sorted(top.values()) for top in scores["top_logprobs"]]
+    found = list(result.outputs[0].logprobs or ())
+    assert ids == result.outputs[0].token_ids and len(found) == 4
+    assert told == [sorted(one.logprob for one in entry.values()) for entry in found if entry is not None]
+
+    chat = {"messages": [{"role": "user", "content": "a"}], "seed": 3, "max_tokens": 2, "logprob_token_ids": listed}
+    answer = server.told("/v1/chat/completions", **chat, logprobs=True, return_tokens_as_token_ids=True)
+    for token in answer["choices"][0]["logprobs"]["content"]:
+        assert {f"token_id:{one}" for one in listed} == {top["token"] for top in token["top_logprobs"]}
+    assert server.refused("/v1/chat/completions", **chat)["param"] == "logprob_token_ids"
+    for name, value in (("logprob_token_ids", listed), ("prompt_logprobs", 0)):
+        assert server.refused("/v1/responses", input="a", **{name: value})["param"] == name
 
 
 def test_max_tokens_is_16_unless_given(server: Running) -> None:

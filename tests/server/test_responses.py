@@ -81,7 +81,7 @@ def test_calls_and_what_came_of_them_go_back_in(server: Running, client: openai.
         'assistant: so<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>\ntool: 3\nassistant: '
     )
     assert second.status == "incomplete" and second.incomplete_details.reason == "max_output_tokens"
-    assert second.usage.output_tokens == len(second.token_ids) == 2
+    assert second.usage.output_tokens == len(second.token_ids) == 2 and second.weight_epochs == [[0, 0]]
 
 
 def test_reasoning_is_an_item(server: Running) -> None:

@@ -174,7 +174,8 @@ class _Reply:
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
         if not self._body.logprobs or output.logprobs is None:
             return None
-        return chat_logprobs(self._names, output.token_ids, output.logprobs, self._body.top_logprobs or 0)
+        num_top, listed_ids = self._body.top_logprobs or 0, self._body.logprob_token_ids or ()
+        return chat_logprobs(self._names, output.token_ids, output.logprobs, num_top, listed_ids)
 
     def _shown(self, deltas: list[ChatMessage]) -> list[ChatMessage]:
         """Without reasoning, where that is not wanted."""

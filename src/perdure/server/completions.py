@@ -74,7 +74,7 @@ class _Answer:
         """By prompt: the last of samples that ended before others."""
         tokenizer, skips = front.llm.tokenizer, settings.skip_special_tokens
         names = Names(tokenizer, bool(body.return_tokens_as_token_ids))
-        choices = range(settings.n * len(batch.prompts)) if settings.logprobs is not None else ()
+        choices = range(settings.n * len(batch.prompts)) if settings.asks_scores else ()
         self._scores = [CompletionScores(names, text_pusher(tokenizer, skips)) for _ in choices]
 
     def whole(self, results: list[RequestOutput | PerdureError]) -> Completion:
@@ -89,7 +89,7 @@ class _Answer:
 
     async def events(self, parts: AsyncIterator[Part]) -> AsyncGenerator[bytes]:
         """With the scores of an echoed prompt nothing is told before these are known, which is at the end."""
-        if self._body.echo and self._body.logprobs is not None:
+        if self._body.echo and self._settings.asks_scores:
             held = [part async for part in parts]
             scores = {at: out.prompt_logprobs for at, out in held if isinstance(out, RequestOutput) and out.finished}
             for part in held:

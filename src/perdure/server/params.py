@@ -25,10 +25,11 @@ BESIDE_CHECKPOINT |= {"return_token_ids", "return_tokens_as_token_ids", *PASSED_
 def of_completion(body: CompletionRequest) -> SamplingParams:
     given = _given(body)
     given["max_tokens"] = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    if body.logprobs is not None:
-        given["logprobs"] = body.logprobs
+    num_top = 0 if body.logprobs is None and body.logprob_token_ids else body.logprobs
+    if num_top is not None:
+        given["logprobs"] = num_top
         if body.echo:
-            given.setdefault("prompt_logprobs", body.logprobs)
+            given.setdefault("prompt_logprobs", num_top)
     return SamplingParams(**given)
 
 
@@ -64,10 +65,15 @@ def of_chat(body: ChatRequest, structure: dict[str, Any] | None) -> SamplingPara
         given["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
         raise HTTPError(400, f"top_logprobs={body.top_logprobs} needs logprobs=true", param="top_logprobs")
+    elif body.logprob_token_ids:
+        raise HTTPError(400, "logprob_token_ids is given, but needs logprobs=true", param="logprob_token_ids")
     return SamplingParams(**given)
 
 
 def of_response(body: ResponsesRequest, structure: dict[str, Any] | None) -> SamplingParams:
+    for name in ("prompt_logprobs", "logprob_token_ids"):
+        if getattr(body, name) is not None:
+            raise HTTPError(400, f"{name} is given, but a response tells no scores", param=name)
     given = _forced(_given(body), structure)
     if body.max_output_tokens is not None:
         given["max_tokens"] = body.max_output_tokens

@@ -97,6 +97,7 @@ class _Reply:
         self._numbers = itertools.count()
         self._items = Items(request_id, self._numbers.__next__)
         self._token_ids: list[int] = []
+        self._weight_epochs: list[tuple[int, int]] = []
 
     def whole(self, result: RequestOutput | PerdureError) -> ResponsesResponse:
         """Raises the error that refused or ended it."""
@@ -126,6 +127,7 @@ class _Reply:
     def _took(self, output: CompletionOutput) -> Iterator[ResponsesEvent]:
         """The events of one part of the output, or of all of it."""
         self._token_ids += output.token_ids
+        self._weight_epochs += output.weight_epochs
         deltas = self._answer.push(output.text)
         if output.finish_reason is not None:
             deltas += self._answer.end()
@@ -158,7 +160,8 @@ class _Reply:
             metadata=body.metadata,
         )
         if body.return_token_ids and finish_reason is not None:
-            told.token_ids, told.prompt_token_ids = self._token_ids, self._batch.prompts[0].token_ids
+            told.token_ids, told.weight_epochs = self._token_ids, self._weight_epochs
+            told.prompt_token_ids = self._batch.prompts[0].token_ids
         return told
 
     def _usage(self) -> ResponsesUsage:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from perdure.api.scores import Logprob, TokenScores
@@ -111,13 +111,18 @@ def text_pusher(tokenizer: Tokenizer | None, skip_special_tokens: bool) -> Calla
     return lambda token_id: cursor.push([token_id])
 
 
-def chat_logprobs(names: Names, token_ids: Sequence[int], scores: TokenScores, num_top: int) -> ChatLogprobs:
-    """num_top: how many of the best are shown of each, whatever else was scored; -1 = all."""
+def chat_logprobs(
+    names: Names, token_ids: Sequence[int], scores: TokenScores, num_top: int, listed_ids: Collection[int]
+) -> ChatLogprobs:
+    """num_top: how many of the best are shown of each; -1 = all. listed_ids: shown beside them."""
     content = []
     for token_id, entry in zip(token_ids, scores, strict=True):
         assert entry is not None
-        best = list(entry.items()) if num_top < 0 else [one for one in entry.items() if one[1].rank <= num_top]
-        top = [_scored(names, one, score) for one, score in best]
+        top = [
+            _scored(names, one, score)
+            for one, score in entry.items()
+            if num_top < 0 or score.rank <= num_top or one in listed_ids
+        ]
         chosen = _scored(names, token_id, entry[token_id])
         content.append(
             ChatTokenLogprob(token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=top)

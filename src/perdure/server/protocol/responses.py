@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from perdure.server.protocol.common import Body, Sampling, Told
+from perdure.server.protocol.common import Body, IdsOut, Sampling, Told
 
 
 class ResponsesTool(Body, kw_only=True):
@@ -105,7 +105,7 @@ class IncompleteDetails(Told, kw_only=True):
     reason: str
 
 
-class ResponsesResponse(Told, kw_only=True):
+class ResponsesResponse(IdsOut, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
@@ -124,7 +124,6 @@ class ResponsesResponse(Told, kw_only=True):
     max_output_tokens: int | None = None
     metadata: Any = None
     store: bool = False
-    token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
