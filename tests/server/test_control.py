@@ -126,9 +126,27 @@ def test_wrong_bodies_and_parameters_are_refused(own: Running) -> None:
         ("/abort", {"request_ids": [True]}),
         ("/sleep?level=3", {}),
         ("/wake_up?tags=x", {}),
+        ("/sleep?levle=2", {}),
+        ("/sleep?level=1&mode=abort", {}),
+        ("/sleep?level=1&level=2", {}),
+        ("/sleep", {"level": 3}),
+        ("/wake_up?tag=weights", {}),
+        ("/reset", {"x": 1}),
+        ("/reset_prefix_cache?reset_running_requests=true", {}),
+        ("/destroy_weight_group", {"x": 1}),
+        ("/pause?mode=keep", {"mode": "keep"}),
     ):
         own.refused(path, **body)
     assert own.stats()["state"] == "running"
+
+
+def test_what_vllms_verbs_are_told_in_a_body_counts(own: Running) -> None:
+    own.told("/sleep", level=2)
+    own.told("/wake_up", tags=["weights"])
+    assert own.http.get("/is_sleeping").json() == {"is_sleeping": True}
+    own.told("/weights", weights=own.server.front.root)
+    own.http.post("/wake_up?tags=kv_cache&tags=weights").raise_for_status()
+    assert own.http.get("/is_sleeping").json() == {"is_sleeping": False}
 
 
 def test_metrics_count_what_happened(own: Running) -> None:

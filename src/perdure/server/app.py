@@ -123,8 +123,12 @@ CONTROL: tuple[Endpoint, ...] = (
         gives=None, media="application/octet-stream"
     ),
     _control("GET", "/state", control.state, "What the engine is doing.")._replace(gives=control_bodies.State),
-    _control("POST", "/sleep", control.sleep, "vLLM's name of /suspend.")._replace(parameters=(SLEEP_LEVEL,)),
-    _control("POST", "/wake_up", control.wake_up, "vLLM's name of /resume.")._replace(parameters=(WAKE_TAGS,)),
+    _control("POST", "/sleep", control.sleep, "vLLM's /suspend.", control_bodies.SleepRequest)._replace(
+        parameters=(SLEEP_LEVEL,)
+    ),
+    _control("POST", "/wake_up", control.wake_up, "vLLM's /resume.", control_bodies.WakeRequest)._replace(
+        parameters=(WAKE_TAGS,)
+    ),
     _control("GET", "/is_sleeping", control.is_sleeping, "Whether it is suspended.")._replace(
         gives=control_bodies.Asleep
     ),

@@ -7,7 +7,7 @@ level 2 with weights="drop".
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from perdure import InvalidValue, StateError
 from perdure.api.command import Tag
 from perdure.server.bodies import content, decode
+from perdure.server.errors import HTTPError
 from perdure.server.front import Front
 from perdure.server.protocol.control import (
     AbortRequest,
@@ -24,10 +25,13 @@ from perdure.server.protocol.control import (
     CheckpointRequest,
     Done,
     GroupRequest,
+    Nothing,
     PauseRequest,
     ResumeRequest,
+    SleepRequest,
     State,
     SuspendRequest,
+    WakeRequest,
     WeightsRequest,
 )
 from perdure.server.protocol.vllm import CacheCleared
@@ -35,13 +39,24 @@ from perdure.server.replies import json_response
 from perdure.server.tensors import of_shared
 from perdure.server.weight_group import WeightGroup
 
-_VLLM_TAGS = {"kv_cache": "kv", "kv": "kv", "weights": "weights"}
+_TAGS: dict[str, Tag] = {"kv_cache": "kv", "kv": "kv", "weights": "weights"}
+_LISTS = ("tags", "request_ids")
+"""Fields that a query may name several times."""
+NO_BODY = (b"", b"{}")
 
 
 async def _body(front: Front, request: Request, kind: Any) -> Any:
-    """No body at all is one of the query's fields, as vLLM takes them, or of none."""
-    given = await content(request, front.config.max_body_bytes)
-    return decode(given or msgspec.json.encode(dict(request.query_params)), kind)
+    """Fields stand in the body, or in the query, as vLLM takes them. Raises `HTTPError` for those that nobody reads."""
+    given, query = await content(request, front.config.max_body_bytes), request.query_params
+    if not query:
+        return decode(given or b"{}", kind)
+    if given.strip() not in NO_BODY:
+        raise HTTPError(400, "fields stand in the body and in the query: give all of them in one")
+    fields: dict[str, Any] = {name: query.getlist(name) for name in query}
+    for name, values in fields.items():
+        if len(values) > 1 and name not in _LISTS:
+            raise HTTPError(400, f"{name[:40]} stands {len(values)} times in the query", param=name[:40])
+    return decode(msgspec.json.encode({k: v if k in _LISTS else v[0] for k, v in fields.items()}), kind)
 
 
 async def pause(front: Front, request: Request) -> Response:
@@ -69,11 +84,13 @@ async def abort(front: Front, request: Request) -> Response:
 
 
 async def reset(front: Front, request: Request) -> Response:
+    await _body(front, request, Nothing)
     await front.llm.reset()
     return json_response(Done())
 
 
 async def reset_prefix_cache(front: Front, request: Request) -> Response:
+    await _body(front, request, Nothing)
     await front.llm.reset_prefix_cache()
     return json_response(CacheCleared())
 
@@ -113,6 +130,7 @@ async def init_weight_group(front: Front, request: Request) -> Response:
 
 async def destroy_weight_group(front: Front, request: Request) -> Response:
     """Harmless if there is none."""
+    await _body(front, request, Nothing)
     front.weight_group = None
     return json_response(Done())
 
@@ -134,19 +152,14 @@ async def state(front: Front, request: Request) -> Response:
 
 
 async def sleep(front: Front, request: Request) -> Response:
-    level = request.query_params.get("level", "1")
-    if level not in ("1", "2"):
-        raise InvalidValue(f"level={level[:40]!r} is neither 1 nor 2")
-    await front.llm.suspend("recompute", "offload" if level == "1" else "drop")
+    body: SleepRequest = await _body(front, request, SleepRequest)
+    await front.llm.suspend("recompute", "offload" if int(body.level) == 1 else "drop")
     return json_response(Done())
 
 
 async def wake_up(front: Front, request: Request) -> Response:
-    tags = request.query_params.getlist("tags")
-    unknown = next((tag for tag in tags if tag not in _VLLM_TAGS), None)
-    if unknown is not None:
-        raise InvalidValue(f"tags holds {unknown[:40]!r}, which is none of {', '.join(_VLLM_TAGS)}")
-    await front.llm.resume([cast(Tag, _VLLM_TAGS[tag]) for tag in tags] or None)
+    body: WakeRequest = await _body(front, request, WakeRequest)
+    await front.llm.resume([_TAGS[tag] for tag in body.tags or ()] or None)
     return json_response(Done())
 
 

@@ -49,6 +49,18 @@ class ResumeRequest(Body, kw_only=True):
     tags: list[Tag] | None = None
 
 
+class SleepRequest(Body, kw_only=True):
+    """Of vLLM. In a query all is text."""
+
+    level: Literal[1, 2, "1", "2"] = 1
+
+
+class WakeRequest(Body, kw_only=True):
+    """Of vLLM, which says kv_cache."""
+
+    tags: list[Literal["weights", "kv", "kv_cache"]] | None = None
+
+
 class AbortRequest(Body, kw_only=True):
     """request_ids: of live requests; null = all, whoever submitted them."""
 
