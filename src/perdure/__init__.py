@@ -28,6 +28,7 @@ __all__ = [
     "QueueFull",
     "EngineDead",
     "StepFailed",
+    "NothingToSample",
     "ReplicaLost",
     "JournalError",
     "__version__",
@@ -54,6 +55,7 @@ _HOMES = {
     "QueueFull": "perdure.api.errors",
     "EngineDead": "perdure.api.errors",
     "StepFailed": "perdure.api.errors",
+    "NothingToSample": "perdure.api.errors",
     "ReplicaLost": "perdure.api.errors",
     "JournalError": "perdure.api.errors",
 }
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
         MaxSequenceLengthOverflow,
         ModelLoadError,
         ModelNotFound,
+        NothingToSample,
         PerdureError,
         QueueFull,
         ReplicaLost,

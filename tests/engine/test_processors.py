@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from perdure import LLM, InvalidValue, SamplingParams
+from perdure import LLM, InvalidValue, NothingToSample, SamplingParams
 from perdure.api.plan import StepPlan
 from perdure.core.journal import replay
 from perdure.core.stopping import TextCursor
@@ -155,7 +155,7 @@ def test_settings_that_leave_nothing_are_refused_or_fail_alone(make_llm: MakeLLM
     one = settings(allowed_token_ids=[3, 4], bad_words=[[3, 3], [4, 3], [3, 4], [4, 4]])
     failed, other = llm.generate([prompt(5), prompt(6)], [one, settings()])
     assert failed.outputs[0].finish_reason == "error" and len(failed.outputs[0].token_ids) == 1
-    assert "leaves no usable logits" in str(failed.error)
+    assert isinstance(failed.error, NothingToSample) and "leaves no usable logits" in str(failed.error)
     check_equal(other, solo(prompt(6), settings()))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from perdure import LLM, InvalidValue, SamplingParams, StepFailed, StructuredOutputsParams
+from perdure import LLM, InvalidValue, NothingToSample, SamplingParams, StructuredOutputsParams
 from perdure.api import event as ev
 from perdure.api.output import RequestOutput
 from perdure.api.request import Request
@@ -276,7 +276,7 @@ def test_structured_with_nothing_left_ends_alone(
     llm = make_llm()
     good = asking(ASKED["json"])
     one, two, three = llm.generate([prompt(8)] * 3, [good, asking(asked, **changes), settings()])
-    assert isinstance(two.error, StepFailed) and two.outputs[0].finish_reason == "error"
+    assert isinstance(two.error, NothingToSample) and two.outputs[0].finish_reason == "error"
     assert "structured_outputs allows some ids here, the other settings none of them" in str(two.error)
     check_equal(one, solo(prompt(8), good))
     check_equal(three, solo(prompt(8), settings()))

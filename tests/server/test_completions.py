@@ -100,6 +100,15 @@ def test_listed_ids_are_scored_where_nothing_else_is(server: Running, direct: LL
         assert server.refused("/v1/responses", input="a", **{name: value})["param"] == name
 
 
+def test_settings_that_contradict_each_other_are_the_requests_fault(server: Running) -> None:
+    for wrong in (
+        {"min_tokens": 5, "structured_outputs": {"choice": ["a"]}},
+        {"allowed_token_ids": [5], "structured_outputs": {"regex": "ab"}},
+    ):
+        error = server.refused(PATH, prompt="x", **wrong)
+        assert error["type"] == "invalid_request_error" and "no usable logits" in error["message"]
+
+
 def test_max_tokens_is_16_unless_given(server: Running) -> None:
     for extra in ({}, {"max_tokens": None}):
         choice = server.told(PATH, prompt=IDS, ignore_eos=True, return_token_ids=True, **extra)["choices"][0]

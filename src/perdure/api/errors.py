@@ -91,3 +91,18 @@ BAD_LOGITS = "the model's logits hold NaN or no finite value"
 
 class StepFailed(PerdureError, RuntimeError):
     """The step that held this request raised; the request ends with this error."""
+
+
+class NothingToSample(StepFailed, ValueError):
+    """What the request asked allows no next token: its settings contradict each other, or its grammar leads nowhere.
+    It ends with this error, and has the tokens before."""
+
+
+NOTHING_LEFT = "what the request asked leaves no usable logits to sample from: all excluded, or NaN"
+NOTHING_ALLOWED = NOTHING_LEFT + "; structured_outputs allows some ids here, the other settings none of them"
+
+
+def of_row(message: str) -> StepFailed:
+    """What ends the request of a row that failed with this message."""
+    by_request = message.startswith((NOTHING_LEFT, "structured_outputs"))
+    return NothingToSample(message) if by_request else StepFailed(message)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from perdure.api.errors import BAD_LOGITS
+from perdure.api.errors import BAD_LOGITS, NOTHING_ALLOWED, NOTHING_LEFT
 from perdure.api.plan import NO_LOGPROBS, ScoreColumns
 from perdure.models.base import Model
 from perdure.ops.adjust import adjust
@@ -27,9 +27,6 @@ from perdure.runner.masks import Masks
 from perdure.runner.row_store import RowStore
 
 TARGET_SLICE = 128  # prompt rows whose logits exist at once
-NOTHING_LEFT = "what the request asked leaves no usable logits to sample from: all excluded, or NaN"
-
-NOTHING_ALLOWED = NOTHING_LEFT + "; structured_outputs allows some ids here, the other settings none of them"
 
 
 class Sampler:

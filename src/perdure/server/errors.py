@@ -14,6 +14,7 @@ from perdure import (
     InvalidValue,
     MaxSequenceLengthOverflow,
     ModelLoadError,
+    NothingToSample,
     PerdureError,
     QueueFull,
     ReplicaLost,
@@ -63,6 +64,8 @@ def as_http(error: Exception) -> HTTPError:
             code = "context_length_exceeded" if isinstance(error, MaxSequenceLengthOverflow) else None
             found = _FIELD.match(str(error))
             return HTTPError(400, str(error), param=found[1] if found and found[1] in _FIELDS else None, code=code)
+        case NothingToSample():
+            return HTTPError(400, str(error), code="nothing_to_sample")
         case ModelLoadError():
             return HTTPError(400, str(error), code="weights_refused")
         case StateError():
