@@ -20,8 +20,8 @@ FAULTS = {
     ),
     "a_lost_replica_that_keeps_its_requests": (
         "coordinator/router.py",
-        "        self.orders.leave(session)\n        self._go_on_elsewhere(replica, now)",
-        "        self.orders.leave(session)",
+        "        self.orders.leave(replica)\n        self._go_on_elsewhere(replica, now)",
+        "        self.orders.leave(replica)",
     ),
     "a_replica_that_sends_what_is_known": (
         "engine/bridge.py",

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from perdure.api import command as cmd
-from perdure.api.output import Stats
 from perdure.coordinator.messages import About, Answer, Asked, EngineState
 
 
@@ -81,14 +80,3 @@ class Agreement:
             if agreed.halt is not None:
                 orders.append((cmd.Pause(0) if isinstance(agreed.halt, cmd.Pause) else agreed.halt, None))
         return orders
-
-    def together(self, answers: Sequence[Answer]) -> Stats:
-        """Of all replicas as of one engine: counts are sums."""
-        found = [answer.stats for answer in answers if answer.stats is not None]
-        counts = {
-            name: sum(getattr(one, name) for one in found)
-            for name in Stats.__struct_fields__
-            if name not in ("state", "weight_epoch", "paused_ids")
-        }
-        paused = [name for one in found for name in one.paused_ids]
-        return Stats(state=self.now.state, weight_epoch=self.now.weight_epoch, paused_ids=paused, **counts)

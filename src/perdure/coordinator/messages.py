@@ -219,7 +219,8 @@ class Answer(msgspec.Struct, frozen=True, tag=14, array_like=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=15, array_like=True):
-    """A client may submit; the frame is a replica's `About.details`."""
+    """A client may submit, and how many replicas serve; again whenever that changes. The frame is a replica's
+    `About.details`."""
 
     num_replicas: int
 

@@ -22,6 +22,7 @@ from perdure.api import command as cmd
 from perdure.api.ending import Failure
 from perdure.api.errors import StateError
 from perdure.coordinator.agreement import Agreed, Agreement
+from perdure.coordinator.counts import Counts
 from perdure.coordinator.membership import Members, Replica
 from perdure.coordinator.messages import (
     OF_TENSORS,
@@ -94,6 +95,7 @@ class Orders:
         self._aligning: dict[int, int] = {}
         """How many answers each that joins still owes."""
         self._to_align: dict[int, None] = {}
+        self._counts = Counts()
         self._pins: dict[int, Round] = {}
         """Those that hold, or are on their way, by the number that names them at replicas."""
 
@@ -161,6 +163,7 @@ class Orders:
             one.failures[session] = answer.failure
         else:
             one.done.append(answer)
+            self._count_of(session, one.order, answer)
         if one.client is None:
             self._aligned(one, session)
         self._go_on()
@@ -178,13 +181,23 @@ class Orders:
             about = replace(about, source=one.source)
         replica.about = about
 
+    def _count_of(self, session: int, order: Asked, answer: Answer) -> None:
+        """A session's answers come in the order that they were given in, so what it counted before a reset is gone."""
+        replica = self._members.get(session)
+        if replica is not None and isinstance(order, cmd.Reset):
+            self._counts.reset(replica.name)
+        elif replica is not None and answer.stats is not None:
+            self._counts.note(replica.name, answer.stats)
+
     def join(self, session: int) -> None:
         """It serves once it is in line with the others."""
         self._to_align[session] = None
         self._go_on()
 
-    def leave(self, session: int) -> None:
+    def leave(self, replica: Replica) -> None:
         """Nobody waits for it any more."""
+        session = replica.session
+        self._counts.leave(replica.name)
         self._to_align.pop(session, None)
         self._aligning.pop(session, None)
         for one in [*([self._preparing] if self._preparing else []), *self._applied.values()]:
@@ -295,8 +308,13 @@ class Orders:
             self.to_close += one.failures
             self.agreement.took_place(one.order, one.source, one.done)
             self.stopped = self.stopped or isinstance(one.order, cmd.Stop)
+            if isinstance(one.order, cmd.Reset):
+                self._counts.reset_gone()
             self._to_align.update(dict.fromkeys(self._got_weights(one)))
-            stats = self.agreement.together(one.done) if isinstance(one.order, cmd.GetStats) else None
+            stats = None
+            if isinstance(one.order, cmd.GetStats):
+                found = [answer.stats for answer in one.done if answer.stats is not None]
+                stats = self._counts.together(found, self.agreed.state, self.agreed.weight_epoch)
             self._reply(one, Answer(one.ask, None, stats))
 
     def _named(self, one: Round) -> Failure:

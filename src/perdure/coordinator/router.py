@@ -83,6 +83,8 @@ class Router:
         self._next_take = 1
         self._fetches = Fetches()
         self._details: bytes | None = None
+        self._num_told = 0
+        """How many replicas serve, as clients were told last."""
         self._drains_until: float | None = None
         """When the end comes, whatever is left; None = it is not near."""
 
@@ -322,7 +324,7 @@ class Router:
                 del self._takes[ask]
                 error = ReplicaLost("the replica was lost before it gave the checkpoint: ask again")
                 self._send(client, m.Taken(theirs_ask, Failure.of(error)))
-        self.orders.leave(session)
+        self.orders.leave(replica)
         self._go_on_elsewhere(replica, now)
 
     def _go_on_elsewhere(self, replica: Replica, now: float) -> None:
@@ -409,6 +411,8 @@ class Router:
                 if self._details is None and (replica := self.members.get(session)) is not None:
                     self._details = replica.about.details
             orders.joined.clear()
+        if self._details is not None and len(self.members.serving) != self._num_told:
+            self._num_told = len(self.members.serving)
             for client in self._clients:
                 self._welcome(client)
         if self.entries.num_waiting and self.members.serving:
