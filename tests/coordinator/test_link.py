@@ -9,7 +9,7 @@ import pytest
 
 from perdure.coordinator import messages as m
 from perdure.coordinator.link import decode
-from perdure.coordinator.sessions import Answerer, Arrived, Caller, Lost, Opened
+from perdure.coordinator.sessions import UNHEARD_S, Answerer, Arrived, Caller, Lost, Opened
 
 
 class Pair:
@@ -185,3 +185,13 @@ def test_who_is_not_wanted_hears_why(name: str, version: int, why: str) -> None:
 def test_what_is_no_packet_is_dropped(frames: list[bytes]) -> None:
     pair = opened()
     assert pair.answerer.take(b"a", frames, 0.0) == [] and pair.caller.take(frames, 0.0) == []
+
+
+def test_that_nobody_answers_is_told_once_and_never_after_an_answer() -> None:
+    pair = Pair()
+    assert not pair.caller.is_unheard(UNHEARD_S / 2)
+    assert pair.caller.is_unheard(UNHEARD_S) and not pair.caller.is_unheard(2 * UNHEARD_S)
+    pair = Pair()
+    while not pair.caller.was_heard:
+        pair.turn()
+    assert not pair.caller.is_unheard(100.0)

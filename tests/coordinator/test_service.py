@@ -10,7 +10,7 @@ from typing import Self
 
 import pytest
 
-from perdure.api.errors import InvalidValue
+from perdure.api.errors import EngineDead, InvalidValue
 from perdure.api.fingerprint import Fingerprint
 from perdure.coordinator import messages as m
 from perdure.coordinator.link import Frames
@@ -18,6 +18,7 @@ from perdure.coordinator.router import Routing
 from perdure.coordinator.service import Service, new_number
 from perdure.coordinator.sessions import Arrived, Caller, Lost
 from perdure.coordinator.wire import CallingSocket, checked_endpoint, read_secret
+from perdure.engine.remote import RemoteEngine
 
 SECRET = "a secret of more than sixteen characters"
 
@@ -105,6 +106,13 @@ def test_a_secret_is_needed_beyond_this_machine_and_must_be_the_same() -> None:
         Service("tcp://0.0.0.0:*", Routing())
     with pytest.raises(InvalidValue, match="neither tcp://HOST:PORT nor ipc://PATH"):
         checked_endpoint("http://localhost:80", None)
+    for port in ("99999", "65536", "0", "\N{SUPERSCRIPT TWO}"):
+        with pytest.raises(InvalidValue, match=r"out of range: 1 to 65535|neither tcp"):
+            Service(f"tcp://127.0.0.1:{port}", Routing())
+        with pytest.raises(InvalidValue, match=r"out of range: 1 to 65535|neither tcp"):
+            CallingSocket(f"tcp://127.0.0.1:{port}", None)
+    with pytest.raises(InvalidValue, match="names no port"):
+        CallingSocket("tcp://127.0.0.1:*", None)
     service = Service("tcp://127.0.0.1:*", Routing(), SECRET)
     thread = threading.Thread(target=service.run)
     thread.start()
@@ -127,6 +135,13 @@ def test_a_secret_file_is_read_and_checked(tmp_path: Path) -> None:
         read_secret(str(file))
     file.write_text(f"{SECRET}\n")
     assert read_secret(str(file)) == SECRET
+
+
+def test_a_client_says_whether_a_coordinator_answered(service: Service, tmp_path: Path) -> None:
+    with pytest.raises(EngineDead, match=r"after 0\.2 s no coordinator has answered"):
+        RemoteEngine(f"ipc://{tmp_path}/nowhere", patience_s=0.2)
+    with pytest.raises(EngineDead, match="0 of 1 replicas serve, says the coordinator"):
+        RemoteEngine(service.endpoint, patience_s=3.0)
 
 
 def test_an_endpoint_that_is_taken_is_said_so(service: Service) -> None:

@@ -27,6 +27,8 @@ AGAIN_S = 0.05
 """How soon one is asked again what it is, who could not say."""
 CUT_S = 1.0
 """A peer whose connection broke is lost after so long without another: its process has ended, or the network."""
+UNHEARD_S = 5.0
+"""After so long without any answer whoever called it may be told that nobody is there."""
 MOST_BACKLOG = 256 * 2**20
 """Bytes that may wait for one peer. One that takes no more is lost: it can call again, and goes on where it stood."""
 
@@ -227,13 +229,15 @@ class Answerer:
 
 class Caller:
     """One session at a time with an answerer, opened again whenever it is over. make_hello: None = who calls cannot say
-    yet what it is. `refused`: why we are not wanted."""
+    yet what it is. `refused`: why we are not wanted. `was_heard`: whether anybody ever answered."""
 
     def __init__(self, new_number: Callable[[], int], make_hello: Callable[[], Hello | None], now: float) -> None:
         self._new_number = new_number
         self._make_hello = make_hello
         self.refused: str | None = None
         self.heard_at = now
+        self.was_heard = False
+        self._has_told = False
         self.link: Link | None = None
         self._begin(now)
 
@@ -254,7 +258,7 @@ class Caller:
             return []
         if packet.caller != self._number:
             return []
-        self.heard_at = now
+        self.heard_at, self.was_heard = now, True
         link = self.link
         match packet.kind:
             case Kind.OPENED if link is None:
@@ -268,6 +272,13 @@ class Caller:
             case Kind.DATA | Kind.BEAT if link is not None and packet.answerer == link.answerer:
                 return [Arrived(link.answerer, message, own) for message, own in link.take(packet, frames[1:], now)]
         return []
+
+    def is_unheard(self, now: float) -> bool:
+        """Whether nobody has answered for long, ever: True once, for who tells it."""
+        if self.was_heard or self._has_told or now - self.heard_at < UNHEARD_S:
+            return False
+        self._has_told = True
+        return True
 
     def reopen(self, now: float) -> list[Happening]:
         """Give the session up and open another."""

@@ -30,8 +30,10 @@ MOST_QUEUED = 20_000
 """Packets that may wait inside a socket for one peer."""
 LINGER_MS = 500
 LEAST_SECRET = 16
+MOST_PORT = 65535
 _IPV4_IN_IPV6 = re.compile(r"\[::ffff:([0-9.]+)\]")
 """How a socket for both kinds of addresses tells one of the older kind."""
+_NUMBER = re.compile("[0-9]{1,20}")
 MOST_HANDSHAKES = 3
 """Failed ones before the first that succeeds; one may fail because the other side has just gone."""
 
@@ -50,8 +52,10 @@ def checked_endpoint(endpoint: str, secret: str | None) -> str:
     if scheme == "ipc" and rest:
         return endpoint
     host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not host or not (port.isdigit() or port == "*"):
+    if scheme != "tcp" or not host or not (_NUMBER.fullmatch(port) or port == "*"):
         raise InvalidValue(f"endpoint={endpoint!r} is neither tcp://HOST:PORT nor ipc://PATH")
+    if port != "*" and not 1 <= int(port) <= MOST_PORT:
+        raise InvalidValue(f"endpoint={endpoint!r}: port {port} is out of range: 1 to {MOST_PORT}")
     if host not in LOCAL_HOSTS and secret is None:
         raise InvalidValue(f"endpoint={endpoint!r} can be reached from other machines: give a secret (secret_file)")
     return endpoint
@@ -185,7 +189,8 @@ class CallingSocket(_Socket):
     """Everybody else's; it connects again by itself. refusal: why it never will. Raises `InvalidValue`."""
 
     def __init__(self, endpoint: str, secret: str | None) -> None:
-        checked_endpoint(endpoint, secret)
+        if checked_endpoint(endpoint, secret).endswith(":*") and endpoint.startswith("tcp:"):
+            raise InvalidValue(f"endpoint={endpoint!r} names no port: give the one that the coordinator told")
         super().__init__(zmq.DEALER)
         self.refusal: str | None = None
         self._num_failed = 0

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -33,10 +34,12 @@ from perdure.coordinator.wire import CallingSocket, new_name
 from perdure.engine.desk import Desk, Receiver
 from perdure.engine.given import GivenTensors
 from perdure.engine.progress import Reporter
-from perdure.engine.replica import Details
+from perdure.engine.replica import NOBODY_THERE, Details
 from perdure.engine.tokenizer import Tokenizer, load_tokenizer
 from perdure.models.store import store_of_tensors
 from perdure.models.weight_set import Source
+
+log = logging.getLogger("perdure")
 
 PATIENCE_S = 60.0
 """How long a client hears nothing before it gives up."""
@@ -104,8 +107,10 @@ class RemoteEngine(Desk):
                 raise self._hopeless.result()
             if refused is not None:
                 raise InvalidValue(f"endpoint={self.endpoint!r}: the coordinator refuses this client: {refused}")
-            serving = f"{self._num_serving} of {self._wanted} replicas serve"
-            raise EngineDead(f"endpoint={self.endpoint!r}: after {self._patience_s:g} s {serving}")
+            found = "no coordinator has answered"
+            if self._caller.was_heard:
+                found = f"{self._num_serving} of {self._wanted} replicas serve, says the coordinator"
+            raise EngineDead(f"endpoint={self.endpoint!r}: after {self._patience_s:g} s {found}")
         path = tokenizer or details.tokenizer
         if path is not None and (tokenizer is not None or Path(path).exists()):
             self.tokenizer = load_tokenizer(path)  # that of another machine is not here: then ids only
@@ -223,6 +228,8 @@ class RemoteEngine(Desk):
         socket, caller, submissions = self._socket, self._caller, self._submissions
         socket.wait(caller.due(time.monotonic()) - time.monotonic())
         now = time.monotonic()
+        if caller.is_unheard(now):
+            log.warning(NOBODY_THERE, self.endpoint)
         for frames in socket.received():
             for happening in caller.take(frames, now):
                 match happening:

@@ -43,6 +43,7 @@ from perdure.models.store import Store
 
 log = logging.getLogger("perdure")
 
+NOBODY_THERE = "no coordinator has answered at %s so far: calling on"
 FAREWELL_S = 2.0
 """How long a replica that goes waits for its last words to arrive."""
 
@@ -185,6 +186,7 @@ class Replica:
     def __init__(
         self, config: EngineConfig, endpoint: str, secret: str | None = None, folder: str | None = None
     ) -> None:
+        self._endpoint = endpoint
         self._socket = CallingSocket(endpoint, secret)
         self._config = config
         report = PrefixReport()
@@ -255,6 +257,8 @@ class Replica:
         socket, caller, bridge, host = self._socket, self._caller, self._bridge, self._host
         socket.wait(caller.due(time.monotonic()) - time.monotonic())
         now = time.monotonic()
+        if caller.is_unheard(now):
+            log.warning(NOBODY_THERE, self._endpoint)
         for frames in socket.received():
             for happening in caller.take(frames, now):
                 bridge.happened(happening)
