@@ -52,6 +52,13 @@ def cluster() -> Iterator[Any]:
         cluster.shutdown()
 
 
+@pytest.fixture
+def in_a_soak(soak_factor: int) -> None:
+    """Each start of an actor takes seconds of a core, and of a busy one a minute."""
+    if soak_factor == 1:
+        pytest.skip("minutes: in a soak only")
+
+
 def node(num_cpus: int) -> dict[str, Any]:
     return {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
 
@@ -127,6 +134,7 @@ def test_replicas_on_a_cluster_of_nodes(cluster: Any, tiny: Path, tmp_path: Path
     )
 
 
+@pytest.mark.usefixtures("in_a_soak")
 def test_an_engine_of_replicas_on_a_cluster(cluster: Any, tiny: Path, direct: LLM) -> None:
     """With a coordinator of its own, which is started again when it dies. No signal's handler is Ray's."""
     handler = signal.getsignal(signal.SIGTERM)
@@ -149,6 +157,7 @@ def test_an_engine_of_replicas_on_a_cluster(cluster: Any, tiny: Path, direct: LL
     witness("ray-engine", nodes=len(set(nodes.values())), tokens=sum(len(one.outputs[0].token_ids) for one in results))
 
 
+@pytest.mark.usefixtures("in_a_soak")
 def test_a_server_over_a_cluster(cluster: Any, tiny: Path, direct: LLM) -> None:
     """`perdure serve --launcher ray`: when it has ended, its node holds nothing of it."""
     options = ("--launcher", "ray", "--ray-address", cluster.address, "--port", "0", "--num-pages", "128")
@@ -169,6 +178,7 @@ def test_a_server_over_a_cluster(cluster: Any, tiny: Path, direct: LLM) -> None:
     witness("ray-served", tokens=len(truth.outputs[0].token_ids))
 
 
+@pytest.mark.usefixtures("in_a_soak")
 def test_what_keeps_replicas_from_beginning_is_told(cluster: Any, tmp_path: Path) -> None:
     with pytest.raises(PerdureError, match=str(tmp_path / "nothing")):
         LLM(str(tmp_path / "nothing"), **on(cluster))
