@@ -109,6 +109,17 @@ def test_settings_that_contradict_each_other_are_the_requests_fault(server: Runn
         assert error["type"] == "invalid_request_error" and "no usable logits" in error["message"]
 
 
+def test_a_refusal_has_the_requests_id_too(server: Running) -> None:
+    for body, id_of in (
+        ({"prompt": "a", "temperature": -1, "request_id": "mine"}, "mine"),
+        ({"prompt": "a", "model": "other", "request_id": "mine"}, "mine"),
+        ({"prompt": "a", "request_id": "a\r\nb"}, "refused-"),
+        ({"nobody_knows": 1}, "refused-"),
+    ):
+        answer = server.post(PATH, **body)
+        assert answer.status_code >= 400 and answer.headers["x-request-id"].startswith(id_of), answer.text
+
+
 def test_max_tokens_is_16_unless_given(server: Running) -> None:
     for extra in ({}, {"max_tokens": None}):
         choice = server.told(PATH, prompt=IDS, ignore_eos=True, return_token_ids=True, **extra)["choices"][0]

@@ -26,7 +26,7 @@ from perdure.server.chat import chat_completions
 from perdure.server.completions import completions
 from perdure.server.endpoint import Endpoint, Handler, Parameter
 from perdure.server.errors import HTTPError, as_http
-from perdure.server.front import Front
+from perdure.server.front import Front, new_id
 from perdure.server.protocol import chat, common, live
 from perdure.server.protocol import completions as completion_bodies
 from perdure.server.protocol import control as control_bodies
@@ -166,7 +166,9 @@ class Door:
         except ClientGone:
             raise
         except Exception as error:
-            return as_http(error).response()
+            refused = as_http(error).response()
+            refused.headers["X-Request-Id"] = getattr(request.state, "request_id", None) or new_id("refused")
+            return refused
 
     def _log(self, request: Request, status: int, begun: float, request_id: str | None) -> None:
         if self._front.config.log_requests:

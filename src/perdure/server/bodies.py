@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from perdure.api.errors import shown
 from perdure.server.errors import HTTPError
+from perdure.server.front import is_id
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -21,8 +22,13 @@ SHOWN_LENGTH = 100
 
 
 async def read(request: Request, kind: type[T], max_bytes: int) -> T:
-    """Raises `HTTPError`: 413, or 400 with the field."""
-    return decode(await content(request, max_bytes), kind)
+    """Raises `HTTPError`: 413, or 400 with the field. The name that the body gives its request is kept for answers that
+    refuse it."""
+    body = decode(await content(request, max_bytes), kind)
+    name = getattr(body, "request_id", None)
+    if is_id(name):
+        request.state.request_id = name
+    return body
 
 
 async def content(request: Request, max_bytes: int) -> bytes:
