@@ -163,6 +163,7 @@ def test_reasoning_stands_apart(server: Running) -> None:
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
         ({"messages": [USER], "max_tokens": 1, "max_completion_tokens": 2}, "two names"),
         ({"messages": [USER], "top_logprobs": 2}, "needs logprobs"),
+        ({"messages": [USER], "logprobs": True, "top_logprobs": -5}, "top_logprobs=-5"),
         ({"messages": [USER], "tool_choice": "required"}, "tools is empty"),
         ({"messages": [USER], "tools": [TOOL, TOOL]}, "two functions of one name"),
         ({"messages": [USER], "tools": [{"type": "function"}]}, "tools[0].function is missing"),

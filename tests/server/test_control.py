@@ -140,6 +140,21 @@ def test_wrong_bodies_and_parameters_are_refused(own: Running) -> None:
     assert own.stats()["state"] == "running"
 
 
+def test_a_refusal_says_what_is_allowed(own: Running) -> None:
+    shape = {"name": "a", "dtype": "int3", "shape": [1]}
+    for path, body, words in (
+        ("/pause?mode=foo", {}, "mode='foo': is none of 'abort', 'keep', 'wait'"),
+        ("/suspend", {"kv": "x"}, "'recompute'"),
+        ("/resume", {"tags": ["x"]}, "is none of 'kv', 'weights'"),
+        ("/weights", {"shared": {"shm": "x", "tensors": [shape]}}, "'bfloat16'"),
+        ("/weights", {"weights": ""}, "weights=''"),
+        ("/weights", {"shared": {"file": ""}}, "shared.file=''"),
+    ):
+        assert words in own.refused(path, **body)["message"]
+    wrong = own.http.get("/pause")
+    assert wrong.status_code == 405 and wrong.json()["error"]["type"] == "invalid_request_error"
+
+
 def test_what_vllms_verbs_are_told_in_a_body_counts(own: Running) -> None:
     own.told("/sleep", level=2)
     own.told("/wake_up", tags=["weights"])

@@ -100,10 +100,11 @@ def test_reasoning_is_an_item(server: Running) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"input": []}, "messages=[]"),
+        ({"input": []}, "input=[]"),
         ({"input": [{"type": "image"}]}, "input[0] is of type 'image'"),
         ({"input": [{"type": "reasoning", "content": [1]}]}, "input[0] is reasoning"),
         ({"input": "a", "n": 2}, "n=2"),
+        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema is missing"),
         ({"input": "a", "previous_response_id": "r"}, "previous_response_id is no field"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type='web_search'"),
     ],

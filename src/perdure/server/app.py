@@ -203,4 +203,5 @@ def make_app(front: Front) -> Starlette:
 async def _no_such_place(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return HTTPError(error.status_code, message, "not_found_error", headers=error.headers).response()
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    return HTTPError(error.status_code, message, kind, headers=error.headers).response()

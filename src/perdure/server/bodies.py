@@ -6,6 +6,7 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 from starlette.requests import ClientDisconnect, Request
 
 from perdure.api.errors import shown
@@ -52,12 +53,12 @@ def decode(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise _refusal(data, str(error)) from None
+        raise _refusal(data, str(error), kind) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise HTTPError(400, f"the body is no JSON: {error}") from None
 
 
-def _refusal(data: bytes, message: str) -> HTTPError:
+def _refusal(data: bytes, message: str, kind: type[msgspec.Struct]) -> HTTPError:
     """The same in our words: `max_tokens='5': expected int or null, got str`."""
     found = _PATH.fullmatch(message)
     fault, path = (found[1], found[2].lstrip(".")) if found else (message, "")
@@ -66,6 +67,8 @@ def _refusal(data: bytes, message: str) -> HTTPError:
             whole = f"{path}.{name[1]}" if path else name[1]
             return HTTPError(400, f"{whole[:SHOWN_LENGTH]} {words}", param=whole[:SHOWN_LENGTH])
     fault = f"{fault[0].lower()}{fault[1:]}"
+    if fault.startswith("invalid enum value") and (allowed := _allowed(inspect.type_info(kind), f".{path}")):
+        fault = f"is none of {', '.join(allowed)}"
     if not path:
         return HTTPError(400, f"the body: {fault}")
     try:
@@ -74,6 +77,19 @@ def _refusal(data: bytes, message: str) -> HTTPError:
         return HTTPError(400, f"{path}: {fault}", param=path)
     value = value if len(value) <= SHOWN_LENGTH else f"{value[:SHOWN_LENGTH]}..."
     return HTTPError(400, f"{path}={value}: {fault}", param=path)
+
+
+def _allowed(kind: inspect.Type, path: str) -> list[str]:
+    """The values that may stand there, where only some may."""
+    forms = [kind]
+    for name, _ in _STEP.findall(path.replace("[...]", "[0]")):
+        if name:
+            structs = [form for form in forms if isinstance(form, inspect.StructType)]
+            forms = [field.type for one in structs for field in one.fields if field.encode_name == name]
+        else:
+            forms = [form.item_type for form in forms if isinstance(form, inspect.ListType)]
+        forms = [one for form in forms for one in (form.types if isinstance(form, inspect.UnionType) else [form])]
+    return [shown(value) for form in forms if isinstance(form, inspect.LiteralType) for value in form.values]
 
 
 def _value_at(value: Any, path: str) -> Any:

@@ -100,6 +100,8 @@ async def weights(front: Front, request: Request) -> Response:
     source: Any = body.weights
     if sum(one is not None for one in (body.weights, body.shared, body.broadcast)) > 1:
         raise InvalidValue("weights, shared and broadcast each say which weights: give one of them")
+    if body.weights == "":
+        raise InvalidValue("weights='' is neither a directory nor a GGUF file")
     if body.shared is not None:
         source = await asyncio.to_thread(of_shared, body.shared)
     elif body.broadcast is not None:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from perdure import Checkpoint, SamplingParams
 from perdure.api.errors import InvalidValue
-from perdure.api.sampling import OutputKind
+from perdure.api.sampling import ALL_LOGPROBS, OutputKind
 from perdure.server.errors import HTTPError
 from perdure.server.protocol.chat import ChatRequest
 from perdure.server.protocol.common import PASSED_OVER, ResponseFormat, Sampling
@@ -62,7 +62,9 @@ def of_chat(body: ChatRequest, structure: dict[str, Any] | None) -> SamplingPara
     if limits:
         given["max_tokens"] = limits.pop()
     if body.logprobs:
-        given["logprobs"] = body.top_logprobs or 0
+        given["logprobs"] = num_top = body.top_logprobs or 0
+        if num_top < ALL_LOGPROBS:
+            raise HTTPError(400, f"top_logprobs={num_top} must be {ALL_LOGPROBS} (all) or more", param="top_logprobs")
     elif body.top_logprobs:
         raise HTTPError(400, f"top_logprobs={body.top_logprobs} needs logprobs=true", param="top_logprobs")
     elif body.logprob_token_ids:

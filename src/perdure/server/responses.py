@@ -18,6 +18,7 @@ from perdure.server.answer import Answer, answers_for
 from perdure.server.batch import Batch, Part, unless_gone
 from perdure.server.bodies import read
 from perdure.server.calling import Calling
+from perdure.server.errors import HTTPError
 from perdure.server.front import Front
 from perdure.server.items import Items, messages_of
 from perdure.server.protocol.chat import Function, NamedFunction, NamedTool, Tool
@@ -61,9 +62,12 @@ async def responses(front: Front, request: Request) -> Response:
     template_kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         template_kwargs.setdefault("reasoning_effort", body.reasoning.effort)
+    messages = messages_of(body.input, body.instructions)
+    if not messages:
+        raise HTTPError(400, "input=[] is an empty conversation", param="input")
     prompt = await prompts.of_chat(
         front.llm,
-        messages_of(body.input, body.instructions),
+        messages,
         tools=calling.shown,
         chat_template_kwargs=template_kwargs,
     )
@@ -82,6 +86,8 @@ async def responses(front: Front, request: Request) -> Response:
 def _format(given: TextFormat) -> ResponseFormat:
     schema = None
     if given.type == "json_schema":
+        if given.schema is None:
+            raise HTTPError(400, "text.format.schema is missing for type 'json_schema'", param="text.format.schema")
         schema = JsonSchemaFormat(name=given.name or "", schema=given.schema)
     return ResponseFormat(type=given.type, json_schema=schema)
 

@@ -49,6 +49,8 @@ def of_shared(given: SharedTensors) -> dict[str, Tensor]:
 def _path(given: SharedTensors) -> Path:
     if (given.file is None) == (given.shm is None):
         raise InvalidValue("shared needs one of file and shm")
+    if given.file == "":
+        raise InvalidValue("shared.file='' is no file")
     if given.file is not None:
         return Path(given.file)
     name = (given.shm or "").removeprefix("/")
