@@ -102,9 +102,9 @@ def _scores_left_out_of_a_checkpoint(patch: pytest.MonkeyPatch) -> None:
 def _mark_of_later_weights_lost(patch: pytest.MonkeyPatch) -> None:
     right = RequestState.stamp
 
-    def wrong(state: RequestState, first: int, epoch: int) -> None:
+    def wrong(state: RequestState, epoch: int) -> None:
         if not state.epochs:
-            right(state, first, epoch)
+            right(state, epoch)
 
     patch.setattr(RequestState, "stamp", wrong)
 
