@@ -360,7 +360,7 @@ class Storm(RuleBasedStateMachine):
             self.turn(1)
         assert not self.travellers, "requests never end: a live-lock"
         self._unpin()
-        self.turn(self.home.engine._loop.steps_in_flight)
+        self.turn(max(side.engine._loop.steps_in_flight for side in self.sides))
         for side in self.sides:
             side.check_empty()
             stats = side.scheduler.stats()
