@@ -213,9 +213,8 @@ def test_a_browser_sees_a_request_a_pause_and_the_loss_of_a_replica(page: Page, 
         assert page.run("document.querySelector('.turn.user').innerText").endswith("Are you there?")
 
         server.post("/resume")
-        page.wait("!!document.querySelector('.turn.assistant .about')")
-        said = page.run("document.querySelector('.turn.assistant .said').textContent")
-        assert said and "12 tokens" in page.run("document.querySelector('.turn.assistant .about').textContent")
+        page.wait("document.querySelector('.turn.assistant .about')?.textContent.includes('12 tokens')")
+        assert page.run("document.querySelector('.turn.assistant .said').textContent")
         page.wait("document.querySelector('.request.own').dataset.state == 'ended'")
         assert page.run("[...document.querySelectorAll('.request.own .span')].map(one => one.className)")[-1] == (
             "span decode"
