@@ -1,6 +1,6 @@
 """The engine on a GPU: what its tests show, whole jobs against what the hardware allows, and where time goes.
 
-    python benchmarks/gpu.py [--only tests,storms,...,nano,...] [--limit SECONDS] [--profile] [--json FILE]
+    python benchmarks/gpu.py [--only engine,storms,...,nano,...] [--limit SECONDS] [--profile] [--json FILE]
 
 - A section is a function in `gpu_sections` and a line in `SECTIONS`, with the most seconds it may take. Each runs in a
   process of its own: one that hangs, or that breaks the device for its process, costs no other.
@@ -36,7 +36,7 @@ from gpu_sections.parity import parity
 from gpu_sections.report import SHARED, Found, Setup
 from gpu_sections.sampling import sampling
 from gpu_sections.sanitizer import sanitizer
-from gpu_sections.shown import flashinfer, storms, tests
+from gpu_sections.shown import engine, flashinfer, kernels, storms
 from gpu_sections.wake import wake
 
 
@@ -53,7 +53,8 @@ def _job(name: str) -> dict[str, Section]:
 
 
 SECTIONS: dict[str, Section] = {
-    "tests": Section(tests, 260, is_timed=False),
+    "engine": Section(engine, 260, is_timed=False),
+    "kernels": Section(kernels, 260, is_timed=False),
     "storms": Section(storms, 260, is_timed=False),
     "parity": Section(parity, 120, is_timed=False),
     "sanitizer": Section(sanitizer, 260, is_timed=False),

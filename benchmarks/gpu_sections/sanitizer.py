@@ -34,11 +34,12 @@ KERNELS = (
     "tests/cuda/test_device_sampler.py::test_a_life_of_steps",
 )
 ATTENTION = (
-    "tests/cuda/test_float8.py::test_attention_over_pages_of_8_bits_is_that_over_their_values",
-    "tests/cuda/test_invariance.py::test_a_query_has_the_same_bits_alone_and_in_a_prompt",
-    "tests/cuda/test_attention.py::test_splits_of_long_rows",
+    "tests/cuda/test_attention.py::test_against_the_reference",
+    "tests/cuda/test_float8.py::test_attention_over_pages_of_8_bits_is_that_over_their_values[bfloat16-32-plain]",
+    "tests/cuda/test_float8.py::test_attention_over_pages_of_8_bits_is_that_over_their_values[bfloat16-24-window]",
+    "tests/cuda/test_attention.py::test_short_prompts",
 )
-"""Not those against the reference: that launches thousands of kernels, each of which is watched, too."""
+"""Those whose reference computes on the CPU, or over few pages: every kernel of it would be watched, too."""
 STEPS = (
     "tests/cuda/test_runner.py::test_the_same_life_as_on_a_cpu",
     "tests/cuda/test_runner.py::test_T59_padding_writes_nowhere",
@@ -48,7 +49,6 @@ RUNS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "memcheck": ("memcheck", KERNELS, ALONE),
     "memcheck of attention": ("memcheck", ATTENTION, ALONE),
     "memcheck of steps in graphs": ("memcheck", STEPS, {}),
-    "memcheck of long prompts": ("memcheck", ("tests/cuda/test_attention.py::test_long_prompts",), ALONE),
     "racecheck": ("racecheck", KERNELS, ALONE),
     "racecheck of attention": ("racecheck", ATTENTION, ALONE),
 }

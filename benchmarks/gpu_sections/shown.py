@@ -1,4 +1,4 @@
-"""tests, storms, flashinfer: what tests marked `gpu` pass here, and the rows and cases that they witnessed.
+"""engine, kernels, storms, flashinfer: what tests marked `gpu` pass here, and the rows and cases that they witnessed.
 
 Among the tests are real models' recorded results, where the model is installed, and every kernel against its reference.
 Two come apart: storms, the longest test, whose seeds can run side by side; and FlashInfer's, since its kernels are
@@ -19,13 +19,22 @@ from pathlib import Path
 from gpu_sections.report import Found, Setup, claims
 
 ROOT = Path(__file__).parents[2]
-WORKERS = 6  # beside the other sections
+WORKERS = 4  # of a section, beside the others
+WHOLE = [f"tests/cuda/test_{name}.py" for name in ("engine", "engine_sampling", "invariance", "memory", "runner")]
+"""Of whole requests and steps; the others are of kernels."""
 STORM_SEEDS = 4  # of ten storms each
 MARGIN = 10  # seconds before a section's end
 
 
-def tests(setup: Setup) -> Found:
-    return run_pytest(setup, WORKERS, "-m", "gpu", "-k", "not flashinfer and not storm", "tests/cuda", "tests/engine")
+OTHERS = "not flashinfer and not storm"
+
+
+def engine(setup: Setup) -> Found:
+    return run_pytest(setup, WORKERS, "-m", "gpu", "-k", OTHERS, *WHOLE, "tests/engine")
+
+
+def kernels(setup: Setup) -> Found:
+    return run_pytest(setup, WORKERS, "-m", "gpu", "-k", OTHERS, "tests/cuda", *(f"--ignore={path}" for path in WHOLE))
 
 
 def storms(setup: Setup) -> Found:
