@@ -36,6 +36,7 @@ from gpu_sections.parity import parity
 from gpu_sections.report import SHARED, Found, Setup
 from gpu_sections.sampling import sampling
 from gpu_sections.sanitizer import sanitizer
+from gpu_sections.serving import serving
 from gpu_sections.shown import engine, flashinfer, kernels, storms
 from gpu_sections.wake import wake
 
@@ -65,6 +66,7 @@ SECTIONS: dict[str, Section] = {
     **_job("b256"),
     **_job("b1"),
     "wake": Section(wake, 60),
+    "serving": Section(serving, 60),
     **_job("b64-fp8"),
     **_job("b256-fp8"),
     "sampling": Section(sampling, 75),
