@@ -24,6 +24,7 @@ PUBLIC = {
     "QueueFull": "perdure.api.errors",
     "EngineDead": "perdure.api.errors",
     "StepFailed": "perdure.api.errors",
+    "BadLogits": "perdure.api.errors",
     "NothingToSample": "perdure.api.errors",
     "ReplicaLost": "perdure.api.errors",
     "JournalError": "perdure.api.errors",

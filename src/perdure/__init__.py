@@ -28,6 +28,7 @@ __all__ = [
     "QueueFull",
     "EngineDead",
     "StepFailed",
+    "BadLogits",
     "NothingToSample",
     "ReplicaLost",
     "JournalError",
@@ -55,6 +56,7 @@ _HOMES = {
     "QueueFull": "perdure.api.errors",
     "EngineDead": "perdure.api.errors",
     "StepFailed": "perdure.api.errors",
+    "BadLogits": "perdure.api.errors",
     "NothingToSample": "perdure.api.errors",
     "ReplicaLost": "perdure.api.errors",
     "JournalError": "perdure.api.errors",
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from perdure.api.checkpoint import Checkpoint
     from perdure.api.config import EngineConfig
     from perdure.api.errors import (
+        BadLogits,
         DeviceError,
         EngineDead,
         InvalidValue,

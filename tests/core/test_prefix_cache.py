@@ -8,6 +8,7 @@ import pytest
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
+from perdure.api.ending import Failure
 from perdure.api.request import Request
 from perdure.api.sampling import SamplingParams
 from perdure.core.lifecycle import Status
@@ -116,7 +117,7 @@ def test_a_kept_slot_and_kept_pages_are_not_taken_by_those_who_go_past() -> None
 
 EXITS: dict[str, Callable[[Bench], object]] = {
     "abort": lambda bench: bench.apply(cmd.Abort(["a"])),
-    "error": lambda bench: setattr(bench.device, "_fail", lambda plan: {0: "planted"}),
+    "error": lambda bench: setattr(bench.device, "_fail", lambda plan: {0: Failure("StepFailed", "planted")}),
     "eviction": lambda bench: bench.scheduler.requests.evict(state_of(bench, "a")),
     "reset of the cache": lambda bench: bench.apply(cmd.ResetPrefixCache(99)),
     "drop of the KV": lambda bench: bench.scheduler.requests.drop_kv(),

@@ -7,6 +7,7 @@ import pytest
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
+from perdure.api.ending import Failure
 from perdure.api.plan import DEVICE_POSITION
 from perdure.core.admission import derived_seed
 from tests.core.helpers import Bench, request, ticket_of
@@ -184,16 +185,18 @@ def test_a_full_queue_refuses() -> None:
     assert bench.refused("c").kind == "QueueFull" and "max_num_waiting=2" in bench.refused("c").message
 
 
-def test_a_failed_row_ends_its_request_only_and_publishes_nothing() -> None:
+@pytest.mark.parametrize("kind", ["StepFailed", "NothingToSample", "BadLogits"])
+def test_a_failed_row_ends_its_request_only_and_publishes_nothing(kind: str) -> None:
+    """Its error is the one that the device names, whatever its message says."""
     bench = Bench()
-    bench.device._fail = lambda plan: {0: "boom"} if plan.step == 1 else {}
+    planted = Failure(kind, "structured_outputs: boom")
+    bench.device._fail = lambda plan: {0: planted} if plan.step == 1 else {}
     prompt = list(range(9))
     bench.submit("a", prompt, max_tokens=8)
     bench.submit("b", [5] * 9, max_tokens=8)
     bench.run()
     failed = bench.ended("a")
-    assert failed.finish_reason == "error" and failed.failure is not None and failed.failure.message == "boom"
-    assert failed.failure.kind == "StepFailed" and len(failed.token_ids) == 1
+    assert failed.finish_reason == "error" and failed.failure == planted and len(failed.token_ids) == 1
     assert len(bench.ended("b").token_ids) == 8
 
 

@@ -8,14 +8,15 @@ import msgspec
 import numpy as np
 import torch
 
+from perdure.api.ending import Failure
 from perdure.api.plan import NO_LOGPROBS, Adjustments, RowInit, StepOutput
 from perdure.api.structured import StructuredOutputsParams
 from perdure.ops.adjust import RowMasks
-from perdure.ops.triton.adjust import KNOWN, as_bits
+from perdure.ops.triton.adjust import KNOWN, STALE, as_bits
 from perdure.ops.triton.sampling import find_kept
 from perdure.runner.cuda.sample_columns import WORDS_A_ROW, SampleColumns
 from perdure.runner.cuda.sampler import DeviceSampler
-from perdure.runner.cuda.ticket import Launched
+from perdure.runner.cuda.ticket import WHY, Launched
 from perdure.runner.inputs import PackedStep, Targets
 from perdure.runner.row_store import RowStore
 from perdure.runner.sampler import Sampler
@@ -59,7 +60,7 @@ class GivenMasks:
     def __init__(self) -> None:
         self.step = 0
 
-    def take(self, slots: np.ndarray) -> tuple[RowMasks | None, dict[int, str]]:
+    def take(self, slots: np.ndarray) -> tuple[RowMasks | None, dict[int, Failure]]:
         rows = np.flatnonzero(np.isin(slots, [slot for slot, name in enumerate(ASKED) if walks(name)]))
         if not len(rows):
             return None, {}
@@ -104,7 +105,7 @@ class OnHost:
             self.rows._init(init)
 
     def run(self, logits: np.ndarray, step: PackedStep) -> StepOutput:
-        errors: dict[int, str] = {}
+        errors: dict[int, Failure] = {}
         rows, tokens, scores = self.sampler.sample_from(logits, step.sampled, step.slots, step.ends, errors)
         self.rows.sampled(step.slots[rows], tokens)
         launched = Launched(0, [0] * len(step.slots), NONE, NONE, step.slots, errors)
@@ -215,7 +216,7 @@ def test_a_history_that_is_not_this_ones_gives_no_token(device):
     there.sampler._blocks[slots[0]][KNOWN.value] = 1
     output = there.finish(*there.launch(random_logits(0)[: len(slots)], packed(slots, np.full(3, len(PROMPT)))))
     assert output.num_sampled == [0, 1, 1]
-    assert output.errors == [(0, "the row's history on the device is not the one before this token")]
+    assert output.errors == [(0, WHY[STALE.value])]
     there.sampler._blocks[slots[1]][KNOWN.value] = 0
     again = there.launch(random_logits(1)[: len(slots)], packed(slots, np.full(3, len(PROMPT) + 1)))
     assert there.finish(*again).num_sampled == [1, 0, 1]

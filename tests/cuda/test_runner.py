@@ -172,6 +172,6 @@ def test_a_step_that_cannot_be_launched_fails_its_rows_and_no_other(device):
     wrong = driver.plan(Row(0, prompt(5)))
     wrong.request[0] += 1
     output = driver.device.launch(wrong).wait()
-    assert [row for row, _ in output.errors] == [0] and "AssertionError" in output.errors[0][1]
+    assert [row for row, _ in output.errors] == [0] and "AssertionError" in output.errors[0][1].message
     driver.admit(1, 6)
     assert driver.run(Row(1, prompt(6))).num_sampled == [1]

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from perdure import AsyncLLM, SamplingParams
-from perdure.api.errors import EngineDead, InvalidValue, StepFailed
+from perdure.api.errors import BadLogits, EngineDead, InvalidValue, StepFailed
 from perdure.api.plan import StepOutput, StepPlan
 from perdure.models.tiny import make_tiny_llama
 from tests.engine.conftest import MakeAsync, MakeLLM
@@ -231,7 +231,7 @@ def test_T16_logits_of_nan_end_one_request(make_llm: MakeLLM, tmp_path: Path) ->
     outputs = llm.generate([ids, poisoned, ids[:9], poisoned, ids], params)
     for at, output in enumerate(outputs):
         if at in (1, 3):
-            assert isinstance(output.error, StepFailed) and "NaN" in str(output.error)
+            assert isinstance(output.error, BadLogits) and "NaN" in str(output.error)
             assert output.outputs[0].token_ids == [] and output.outputs[0].finish_reason == "error"
         else:
             assert output.error is None and len(output.outputs[0].token_ids) == 8

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from perdure import LLM, AsyncLLM, Checkpoint, InvalidValue, SamplingParams
+from perdure.api.ending import Failure
 from perdure.api.errors import StateError
 from perdure.api.output import RequestOutput
 from perdure.api.plan import StepOutput, StepPlan
@@ -96,7 +97,7 @@ def test_s01_a_result_whose_caller_did_not_ask_holds_nothing_of_the_prompt(
         if ending == "abort":
             llm.abort("A")
         else:
-            llm._engine.resolved.runner.fail([0], "planted")
+            llm._engine.resolved.runner.fail([0], Failure("StepFailed", "planted"))
         brake.release()
         (output,) = call()
     reason = output.outputs[0].finish_reason

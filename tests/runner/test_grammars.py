@@ -252,7 +252,8 @@ def test_a_row_that_left_its_grammar_fails_alone(tiny: Held) -> None:
         tiny.masks.begin([Wanted(0, good, digits, 0), Wanted(1, bad, output, 0)])
         found, failed = tiny.masks.take(np.array([0, 1]))
         assert found is not None and found.row.tolist() == [0]
-        assert set(failed) == {1} and "structured_outputs.regex='[0-9]+': " in failed[1]
+        assert set(failed) == {1} and failed[1].kind == "NothingToSample"
+        assert "structured_outputs.regex='[0-9]+': " in failed[1].message
 
 
 def test_masks_of_a_step_that_failed_are_not_the_next_ones(tiny: Held) -> None:

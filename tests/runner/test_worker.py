@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from perdure.api.plan import ScoreColumns, StepOutput
+from perdure.api.plan import StepOutput
 from perdure.runner.worker import ThreadedRunner
 from tests.runner.plans import Driver, Row, prompt
 
@@ -34,7 +34,7 @@ def test_a_step_that_raises_fails_its_rows_until_their_slots_are_given_anew(mode
     bad = driver.plan(Row(0, [1, 2, 10**6]), Row(0, [1]))  # no such id
     output = threaded.launch(bad).wait()
     assert [row for row, _ in output.errors] == [0, 1]
-    assert "Error: " in output.errors[0][1] and len(output.errors[0][1]) > 20
+    assert output.errors[0][1].kind == "StepFailed" and "Error: " in output.errors[0][1].message
     assert output.step == bad.step and output.num_sampled == [0, 0] and output.tokens == []
     driver.admit(0, 3)
     good = threaded.launch(driver.plan(Row(0, [1, 2, 3]))).wait()
@@ -95,7 +95,7 @@ class SlowRunner:
 
     def execute(self, plan):
         self.go.wait()
-        return StepOutput(plan.step, [], [], ScoreColumns.empty(), ScoreColumns.empty(), [])
+        return StepOutput.empty(plan.step)
 
 
 def test_launch_returns_before_the_step_has_run_and_close_finishes_it(model):

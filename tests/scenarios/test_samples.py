@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from perdure.api.checkpoint import Checkpoint
+from perdure.api.ending import Failure
 from perdure.api.plan import StepPlan
 from tests.scenarios.scripted import Call, Stage, counting, flat
 from tests.scenarios.streamed import shown
@@ -155,9 +156,9 @@ def test_the_child_that_computes_the_prompt_fails(after: int, depth: int) -> Non
     stage = Stage(depth, max_num_batched_tokens=16)
     calls: list[int] = []
 
-    def fail(plan: StepPlan) -> dict[int, str]:
+    def fail(plan: StepPlan) -> dict[int, Failure]:
         calls.append(plan.step)
-        return {0: "planted"} if len(calls) == after else {}
+        return {0: Failure("StepFailed", "planted")} if len(calls) == after else {}
 
     stage.device._fail = fail
     call = sampled(stage, 3, prompt_logprobs=0)

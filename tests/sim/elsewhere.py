@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from perdure.api import event as ev
 from perdure.api.config import CoreConfig
+from perdure.api.ending import Failure
 from perdure.api.plan import StepPlan
 from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import CursorFactory
@@ -25,7 +26,7 @@ class Elsewhere:
         rng: random.Random,
         make_cursor: CursorFactory,
         publish: Callable[[list[ev.Event], float], None],
-        fail: Callable[[StepPlan], dict[int, str]],
+        fail: Callable[[StepPlan], dict[int, Failure]],
     ) -> None:
         page_size = rng.choice((1, 2, 4, 8))
         num_pages = -(-home.max_num_tokens // page_size) + rng.randrange(4)

@@ -160,9 +160,9 @@ class Life:
         self.pinning = Pinning(self)
         self.faulty_device = rng.random() < 0.2
 
-    def _fail(self, plan: StepPlan) -> dict[int, str]:
+    def _fail(self, plan: StepPlan) -> dict[int, Failure]:
         if self.faulty and self.rng.random() < 0.04:
-            return {self.rng.randrange(len(plan.slot)): "planted"}
+            return {self.rng.randrange(len(plan.slot)): Failure("StepFailed", "planted")}
         return {}
 
     def _fail_all(self, plan: StepPlan) -> bool:

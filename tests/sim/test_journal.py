@@ -100,7 +100,7 @@ def test_another_version_is_named() -> None:
     file.seek(0, io.SEEK_END)
     journal._write({"version": 77, "something": "new"})  # type: ignore[arg-type]
     file.seek(0)
-    with pytest.raises(JournalError, match="version 77, this program reads version 3"):
+    with pytest.raises(JournalError, match="version 77, this program reads version 4"):
         read(file)
 
 

@@ -21,6 +21,11 @@ class Failure(msgspec.Struct, frozen=True):
     def of(error: errors.PerdureError) -> Failure:
         return Failure(type(error).__name__, str(error))
 
+    @staticmethod
+    def of_step(error: BaseException) -> Failure:
+        """Whatever was raised while a step ran."""
+        return Failure.of(errors.StepFailed(errors.described(error)))
+
     def to_exception(self) -> errors.PerdureError:
         found = getattr(errors, self.kind, None)
         assert isinstance(found, type) and issubclass(found, errors.PerdureError), self.kind
@@ -48,3 +53,13 @@ class Ending(msgspec.Struct, frozen=True):
     reason: FinishReason
     stop: StopMatch | None = None
     failure: Failure | None = None
+
+
+# What the executing side says of a row that has no next token.
+
+BAD_LOGITS = Failure.of(errors.BadLogits("the model's logits hold NaN or no finite value"))
+_NOTHING = "what the request asked leaves no usable logits to sample from: all excluded, or NaN"
+NOTHING_LEFT = Failure.of(errors.NothingToSample(_NOTHING))
+NOTHING_ALLOWED = Failure.of(
+    errors.NothingToSample(_NOTHING + "; structured_outputs allows some ids here, the other settings none of them")
+)

@@ -85,24 +85,14 @@ class JournalError(PerdureError, ValueError):
     """The file is no journal, a damaged one, or a replay went another way."""
 
 
-BAD_LOGITS = "the model's logits hold NaN or no finite value"
-"""What a `StepFailed` says of a request whose row the model left nothing to draw from."""
-
-
 class StepFailed(PerdureError, RuntimeError):
     """The step that held this request raised; the request ends with this error."""
+
+
+class BadLogits(StepFailed):
+    """The model left this request nothing to draw from, or to score its prompt by."""
 
 
 class NothingToSample(StepFailed, ValueError):
     """What the request asked allows no next token: its settings contradict each other, or its grammar leads nowhere.
     It ends with this error, and has the tokens before."""
-
-
-NOTHING_LEFT = "what the request asked leaves no usable logits to sample from: all excluded, or NaN"
-NOTHING_ALLOWED = NOTHING_LEFT + "; structured_outputs allows some ids here, the other settings none of them"
-
-
-def of_row(message: str) -> StepFailed:
-    """What ends the request of a row that failed with this message."""
-    by_request = message.startswith((NOTHING_LEFT, "structured_outputs"))
-    return NothingToSample(message) if by_request else StepFailed(message)

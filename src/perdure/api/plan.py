@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from perdure.api.ending import Failure
 from perdure.api.structured import StructuredOutputsParams
 
 DEVICE_POSITION = -1
@@ -161,7 +162,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """What a step gave: num_sampled[i] of `tokens` belong to the plan's row i (0 where nothing was to be sampled).
 
     records: scores of sampled tokens, one for each sampled token of a row that asked. prompt_records: of targets.
-    errors: (row, message) pairs; such a row has no token, and of its targets the scores before the first failure.
+    errors: (row, what its request ends with); such a row has no token, and of its targets the scores before the first
+    failure.
     """
 
     step: int
@@ -169,4 +171,9 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
     records: ScoreColumns
     prompt_records: ScoreColumns
-    errors: list[tuple[int, str]]
+    errors: list[tuple[int, Failure]]
+
+    @staticmethod
+    def empty(step: int) -> StepOutput:
+        """Of a step without rows."""
+        return StepOutput(step, [], [], ScoreColumns.empty(), ScoreColumns.empty(), [])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from perdure.api import event as ev
 from perdure.api.ending import Ending, Failure
-from perdure.api.errors import StepFailed, of_row
+from perdure.api.errors import StepFailed
 from perdure.api.plan import StepOutput, StepPlan
 from perdure.core.control import Control
 from perdure.core.requests import Requests
@@ -46,7 +46,7 @@ class Committing:
                 assert state.prompt_scores is not None
                 append_scores(state.prompt_scores, output.prompt_records, prompt_records[row], state.tokens)
             if row in failed:
-                requests.end(state, Ending("error", failure=Failure.of(of_row(failed[row]))))
+                requests.end(state, Ending("error", failure=failed[row]))
                 continue
             if count:
                 state.stamp(epoch)

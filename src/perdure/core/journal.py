@@ -29,7 +29,7 @@ from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import CursorFactory
 
 MAGIC = b"perdure journal\n"
-VERSION = 3
+VERSION = 4
 
 
 class _Version(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from perdure.api.ending import Failure
 from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
 
 COLUMNS = ("request", "slot", "start", "length", "num_tokens", "sample", "target_start", "num_targets")
@@ -19,16 +20,16 @@ class FailedRows:
     """Slots whose rows hold nothing to go on from, and why, until their slot gets another request."""
 
     def __init__(self) -> None:
-        self._why: dict[int, str] = {}
+        self._why: dict[int, Failure] = {}
 
-    def add(self, slots: Iterable[int], message: str) -> None:
-        self._why.update((slot, message) for slot in slots)
+    def add(self, slots: Iterable[int], why: Failure) -> None:
+        self._why.update((slot, why) for slot in slots)
 
-    def learn(self, slots: Sequence[int], errors: Iterable[tuple[int, str]]) -> None:
+    def learn(self, slots: Sequence[int], errors: Iterable[tuple[int, Failure]]) -> None:
         """slots: of a step's rows. errors: what its output says of some of them."""
-        self._why.update((slots[row], message) for row, message in errors)
+        self._why.update((slots[row], why) for row, why in errors)
 
-    def of(self, plan: StepPlan) -> dict[int, str]:
+    def of(self, plan: StepPlan) -> dict[int, Failure]:
         """The plan's rows to leave out. Rows that it begins have not failed."""
         for init in plan.row_inits:
             self._why.pop(init.slot, None)
@@ -38,7 +39,7 @@ class FailedRows:
         self._why.clear()
 
 
-def without_rows(plan: StepPlan, failed: Mapping[int, str]) -> StepPlan:
+def without_rows(plan: StepPlan, failed: Mapping[int, Failure]) -> StepPlan:
     """The plan with these rows' columns, tokens and targets taken out."""
     kept = [row for row in range(len(plan.slot)) if row not in failed]
     tokens: list[int] = []
@@ -54,7 +55,7 @@ def without_rows(plan: StepPlan, failed: Mapping[int, str]) -> StepPlan:
     return replace(plan, **columns, tokens=tokens, targets=targets)
 
 
-def with_rows(output: StepOutput, failed: Mapping[int, str], plan: StepPlan) -> StepOutput:
+def with_rows(output: StepOutput, failed: Mapping[int, Failure], plan: StepPlan) -> StepOutput:
     """The output of `without_rows(plan, failed)` as one of the whole plan, the rows left out being errors."""
     kept = [row for row in range(len(plan.slot)) if row not in failed]
     num_sampled = [0] * len(plan.slot)
@@ -69,5 +70,5 @@ def with_rows(output: StepOutput, failed: Mapping[int, str], plan: StepPlan) -> 
         num_sampled=num_sampled,
         records=renamed(output.records),
         prompt_records=renamed(output.prompt_records),
-        errors=sorted([*failed.items(), *((kept[row], message) for row, message in output.errors)]),
+        errors=sorted([*failed.items(), *((kept[row], why) for row, why in output.errors)]),
     )

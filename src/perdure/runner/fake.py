@@ -22,8 +22,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from perdure.api.directive import Clear, Directive, LoadWeights, Outcome, Sleep, Wake
-from perdure.api.errors import DeviceError
-from perdure.api.event import Failure
+from perdure.api.ending import Failure
+from perdure.api.errors import DeviceError, StepFailed
 from perdure.api.plan import DEVICE_POSITION, NO_LOGPROBS, DeviceRow, RowInit, ScoreColumns, StepOutput, StepPlan
 
 _MASK = 2**63 - 1
@@ -75,7 +75,7 @@ def look_back(content: int, settings: RowInit, history: Sequence[int]) -> int:
 
 
 class FakeDevice:
-    """rows, pages and arithmetic as above. fail(plan) names rows of a step that shall fail, with messages;
+    """rows, pages and arithmetic as above. fail(plan) names rows of a step that shall fail, and what with;
     fail_all(plan): the whole step fails before anything of it took place; fail_directive(directive): it fails.
 
     staged: weights by the ticket of their update, put here before it is sent.
@@ -87,7 +87,7 @@ class FakeDevice:
         page_size: int,
         num_slots: int,
         vocab_size: int,
-        fail: Callable[[StepPlan], dict[int, str]] = lambda plan: {},
+        fail: Callable[[StepPlan], dict[int, Failure]] = lambda plan: {},
         fail_all: Callable[[StepPlan], bool] = lambda plan: False,
         fail_directive: Callable[[Directive], bool] = lambda directive: False,
     ) -> None:
@@ -111,7 +111,7 @@ class FakeDevice:
         self._history: list[list[int]] = [[] for _ in range(num_slots)]
         self._host_has_a_say: set[int] = set()
         """Requests whose rows call functions or follow a grammar."""
-        self._failed: dict[int, str] = {}
+        self._failed: dict[int, Failure] = {}
         """Slots whose row failed: it fails in later launched steps too, until the slot gets another request."""
         self._queue: deque[FakeTicket] = deque()
         self._decoder = msgspec.msgpack.Decoder(StepPlan)
@@ -211,7 +211,7 @@ class FakeDevice:
             self._tables[settings.slot] = []
             self._failed.pop(settings.slot, None)
         if self._raise(plan):
-            self._failed.update((slot, "the step raised") for slot in plan.slot)
+            self._failed.update((slot, Failure.of(StepFailed("the step raised"))) for slot in plan.slot)
             errors = [(row, self._failed[slot]) for row, slot in enumerate(plan.slot)]
             nothing = ScoreColumns.empty()
             return StepOutput(plan.step, [0] * len(plan.slot), [], nothing, nothing, errors)
@@ -226,7 +226,7 @@ class FakeDevice:
         self._kv[plan.fresh_pages] = _CLEARED
         self._copy(plan)
         draw_nothing = {row: why for row, why in self._fail(plan).items() if plan.slot[row] not in self._failed}
-        self._failed.update((plan.slot[row], message) for row, message in draw_nothing.items())
+        self._failed.update((plan.slot[row], why) for row, why in draw_nothing.items())
         failed = {row: self._failed[slot] for row, slot in enumerate(plan.slot) if slot in self._failed}
         made = Made(list(failed.items()))
         token_at = target_at = 0
@@ -362,7 +362,7 @@ class _Scored:
 class Made:
     """A step's output as it is made."""
 
-    def __init__(self, errors: list[tuple[int, str]]) -> None:
+    def __init__(self, errors: list[tuple[int, Failure]]) -> None:
         self.num_sampled: list[int] = []
         self.tokens: list[int] = []
         self.records = _Scored()

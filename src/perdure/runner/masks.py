@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.api.errors import InvalidValue
+from perdure.api.ending import Failure
+from perdure.api.errors import InvalidValue, NothingToSample
 from perdure.api.structured import StructuredOutputsParams
 from perdure.ops.adjust import RowMasks
 from perdure.ops.select import Ids
@@ -68,7 +69,7 @@ class Masks:
         self._num_words = -(-vocab_size // WORD)
         self._pool = ThreadPoolExecutor(1, "perdure-masks")
         self._executor: LLExecutor | None = None
-        self._begun: Future[dict[int, Mask | str]] | None = None
+        self._begun: Future[dict[int, Mask | Failure]] | None = None
 
     def begin(self, wanted: list[Wanted]) -> None:
         """Compute these beside what the caller does next."""
@@ -78,7 +79,7 @@ class Masks:
         if wanted:
             self._begun = self._pool.submit(self._compute, wanted)
 
-    def take(self, slots: Ids) -> tuple[RowMasks | None, dict[int, str]]:
+    def take(self, slots: Ids) -> tuple[RowMasks | None, dict[int, Failure]]:
         """Masks of those rows that have one, by their index, and why others have none."""
         if self._begun is None:
             return None, {}
@@ -88,8 +89,8 @@ class Masks:
             match found.get(slot):
                 case None:
                     pass
-                case str(fault):
-                    failed[row] = fault
+                case Failure() as why:
+                    failed[row] = why
                 case mask:
                     rows.append(row)
                     bits.append(mask)
@@ -98,20 +99,20 @@ class Masks:
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _compute(self, wanted: list[Wanted]) -> dict[int, Mask | str]:
+    def _compute(self, wanted: list[Wanted]) -> dict[int, Mask | Failure]:
         """By slot."""
         from llguidance import LLExecutor
         from llguidance.numpy import fill_next_token_bitmask_par
 
         if self._executor is None:
             self._executor = LLExecutor()
-        found: dict[int, Mask | str] = {}
+        found: dict[int, Mask | Failure] = {}
         going: list[tuple[Wanted, LLMatcher]] = []
         for one in wanted:
             try:
                 going.append((one, one.walk.follow(one.tokens, one.first, self._grammars)))
             except InvalidValue as error:
-                found[one.slot] = str(error)
+                found[one.slot] = Failure.of(NothingToSample(str(error)))
         bits = np.zeros((len(going), self._num_words), np.int32)
         fill_next_token_bitmask_par(self._executor, [(matcher, row) for row, (_, matcher) in enumerate(going)], bits)
         for (one, matcher), mask in zip(going, bits, strict=True):
@@ -122,7 +123,8 @@ class Masks:
                     fault = f"what must follow is the end id {too_early[0]}, and the output would end incomplete there"
             if one.walk.ends_last and (without := _without(mask, self._grammars.end_ids)).any():
                 mask[:] = without
-            found[one.slot] = f"{one.walk.asked.shown}: {fault}" if fault else mask
+            why = NothingToSample(f"{one.walk.asked.shown}: {fault}")
+            found[one.slot] = Failure.of(why) if fault else mask
         return found
 
     def _ends_too_early(self, matcher: LLMatcher, mask: Mask) -> list[int]:

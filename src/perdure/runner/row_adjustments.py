@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.api.errors import described
+from perdure.api.ending import Failure
 from perdure.api.plan import Adjustments, RowInit
 from perdure.ops.adjust import Penalties, RowIds, RowMasks, StepAdjustments
 from perdure.ops.select import Floats, Ids
@@ -135,7 +135,7 @@ class RowAdjustments:
             right = {id_: int(self._output_counts[slot, id_]) for id_ in here}
             assert counts == right, f"slot {slot}: the device counts {counts}, not {right}"
 
-    def call_functions(self, slots: Ids, logits: Floats, errors: dict[int, str]) -> Floats:
+    def call_functions(self, slots: Ids, logits: Floats, errors: dict[int, Failure]) -> Floats:
         """Logits [n, V] after the rows' own processors. errors: by index, of those whose function failed."""
         x = logits
         for index in np.flatnonzero(self._is_special[slots]).tolist():
@@ -149,7 +149,7 @@ class RowAdjustments:
                 for name in special.functions:
                     x[index] = self._called(self.functions.find(name), special, x[index])
             except BaseException as error:  # an exit or a cancellation, too, is of this request alone
-                errors[index] = described(error)
+                errors[index] = Failure.of_step(error)
         return x
 
     @staticmethod

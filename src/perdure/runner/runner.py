@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from perdure.api.directive import Clear, Directive
-from perdure.api.plan import DeviceRow, ScoreColumns, StepOutput, StepPlan
+from perdure.api.ending import Failure
+from perdure.api.plan import DeviceRow, StepOutput, StepPlan
 from perdure.models.base import Model, Turn
 from perdure.models.store import Store
 from perdure.models.weight_set import WeightSet
@@ -129,10 +130,10 @@ class Runner:
         """Weights to be loaded, by the ticket of their update."""
         return self.memory.staged
 
-    def fail(self, slots: Iterable[int], message: str) -> None:
+    def fail(self, slots: Iterable[int], why: Failure) -> None:
         """The rows in these slots hold nothing to go on from: they fail in steps launched already, and write nothing,
         until their slot gets another request."""
-        self._failed.add(slots, message)
+        self._failed.add(slots, why)
 
     def _physical(self, step: PackedStep) -> int:
         """How many tokens the step is padded to."""
@@ -154,7 +155,7 @@ class Runner:
         self._kv.clear(plan.fresh_pages)
         self._kv.copy(plan.copy_from, plan.copy_to, plan.copy_length)
         if not plan.slot:
-            return StepOutput(plan.step, [], [], ScoreColumns.empty(), ScoreColumns.empty(), [])
+            return StepOutput.empty(plan.step)
 
         step = pack(plan, self._rows, self._shape.page_size)
         step = step.padded(self._physical(step))
@@ -172,7 +173,7 @@ class Runner:
         self._masks.begin(self._rows.adjustments.wanted_masks(step.slots[step.sampled]))
         hidden = self._model.forward(torch.from_numpy(step.token_ids), torch.from_numpy(step.positions), attend)
 
-        errors: dict[int, str] = {}
+        errors: dict[int, Failure] = {}
         prompt_scores = self._sampler.score_targets(hidden, step.targets, step.slots, errors)
         num_sampled = np.zeros(len(plan.slot), np.int64)
         tokens: list[int] = []

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from perdure.api.errors import BAD_LOGITS, NOTHING_ALLOWED, NOTHING_LEFT
+from perdure.api.ending import BAD_LOGITS, NOTHING_ALLOWED, NOTHING_LEFT, Failure
 from perdure.api.plan import NO_LOGPROBS, ScoreColumns
 from perdure.models.base import Model
 from perdure.ops.adjust import adjust
@@ -30,7 +30,7 @@ TARGET_SLICE = 128  # prompt rows whose logits exist at once
 
 
 class Sampler:
-    """`errors` of its methods: {the plan's row: message} of one step, filled as its logits are seen.
+    """`errors` of its methods: {the plan's row: why it failed} of one step, filled as its logits are seen.
 
     masks: begun for the step before its logits are made.
     """
@@ -42,7 +42,7 @@ class Sampler:
         self._row_tile = row_tile
 
     def score_targets(
-        self, hidden: torch.Tensor, targets: Targets, slots: Ints, errors: dict[int, str]
+        self, hidden: torch.Tensor, targets: Targets, slots: Ints, errors: dict[int, Failure]
     ) -> ScoreEntries:
         """hidden [M, H]; slots [R] of the plan's rows."""
         entries = ScoreEntries()
@@ -59,7 +59,13 @@ class Sampler:
         return entries
 
     def sample(
-        self, hidden: torch.Tensor, hidden_rows: Ints, rows: Ints, slots: Ints, positions: Ints, errors: dict[int, str]
+        self,
+        hidden: torch.Tensor,
+        hidden_rows: Ints,
+        rows: Ints,
+        slots: Ints,
+        positions: Ints,
+        errors: dict[int, Failure],
     ) -> tuple[Ints, Ints, ScoreEntries]:
         """Draw for the plan's rows [S], whose tokens will stand at positions [S]; rows that failed already get none.
 
@@ -68,7 +74,7 @@ class Sampler:
         return self.sample_from(self._logits(hidden, hidden_rows), rows, slots, positions, errors)
 
     def sample_from(
-        self, logits: Floats, rows: Ints, slots: Ints, positions: Ints, errors: dict[int, str]
+        self, logits: Floats, rows: Ints, slots: Ints, positions: Ints, errors: dict[int, Failure]
     ) -> tuple[Ints, Ints, ScoreEntries]:
         """`sample` of logits [S, V] that are there already."""
         good = _good_rows(logits, rows, errors)
@@ -101,7 +107,7 @@ class Sampler:
             entries.add(rows[chosen], positions[chosen], score(x, tokens[chosen], num_top, listed))
         return rows, tokens, entries
 
-    def _adjusted(self, logits: Floats, slots: Ints, positions: Ints) -> tuple[Floats, dict[int, str]]:
+    def _adjusted(self, logits: Floats, slots: Ints, positions: Ints) -> tuple[Floats, dict[int, Failure]]:
         """What temperature is applied to: the logits after all that was asked, or these themselves if nothing was. And
         why rows failed by it, by index."""
         asked_of = self._rows.adjustments
@@ -124,7 +130,7 @@ class Sampler:
         return logits[: len(rows)]
 
 
-def _good_rows(logits: Floats, rows: Ints, errors: dict[int, str]) -> Ints:
+def _good_rows(logits: Floats, rows: Ints, errors: dict[int, Failure]) -> Ints:
     """Indices of usable logits; the plan's rows of the others get an error."""
     unusable = unusable_rows(logits)
     errors.update((row, BAD_LOGITS) for row in rows[unusable].tolist())

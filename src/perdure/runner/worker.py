@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 
 from perdure.api.directive import Directive, Outcome
-from perdure.api.errors import described
+from perdure.api.ending import Failure
 from perdure.api.plan import DeviceRow, ScoreColumns, StepOutput, StepPlan
 from perdure.runner.runner import Runner
 
@@ -85,13 +85,13 @@ class ThreadedRunner:
         try:
             return self._runner.execute(plan)
         except Exception as error:
-            message = described(error)
-            self._runner.fail(plan.slot, message)
-            return failed_output(plan, message)
+            why = Failure.of_step(error)
+            self._runner.fail(plan.slot, why)
+            return failed_output(plan, why)
 
 
-def failed_output(plan: StepPlan, message: str) -> StepOutput:
+def failed_output(plan: StepPlan, why: Failure) -> StepOutput:
     """Every row failed."""
     num_rows = len(plan.slot)
-    errors = [(row, message) for row in range(num_rows)]
+    errors = [(row, why) for row in range(num_rows)]
     return StepOutput(plan.step, [0] * num_rows, [], ScoreColumns.empty(), ScoreColumns.empty(), errors)

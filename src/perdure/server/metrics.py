@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from perdure import RequestOutput, SamplingParams
-from perdure.api.errors import BAD_LOGITS
+from perdure import BadLogits, RequestOutput, SamplingParams
 from perdure.api.output import RequestMetrics, Stats
 
 STATES = ("running", "paused", "suspended", "stopped")
@@ -91,7 +90,7 @@ class Metrics:
             return
         if result.error is not None:
             self._failed.labels(**self._labels, error=type(result.error).__name__).inc()
-            if str(result.error) == BAD_LOGITS:
+            if isinstance(result.error, BadLogits):
                 self._nan.labels(**self._labels).inc()
         for output in result.outputs:
             self._output_ended(len(output.token_ids), output.finish_reason or "error")

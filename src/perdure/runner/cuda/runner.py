@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from perdure.api.directive import Clear, Directive, Outcome, Wake
-from perdure.api.errors import described
+from perdure.api.ending import Failure
 from perdure.api.plan import DeviceRow, StepOutput, StepPlan
 from perdure.models.base import Model, Turn
 from perdure.models.store import Store
@@ -141,9 +141,9 @@ class CudaRunner:
         try:
             return self._launch(plan)
         except Exception as error:
-            message = described(error)
-            self.fail(plan.slot, message)
-            return StepTicket.of(failed_output(plan, message))
+            why = Failure.of_step(error)
+            self.fail(plan.slot, why)
+            return StepTicket.of(failed_output(plan, why))
 
     def perform(self, directive: Directive) -> Outcome:
         """Between steps: give memory back, take it again, load weights."""
@@ -208,9 +208,9 @@ class CudaRunner:
         StepColumns.on_host(words.numpy(), size).pad(self._sampler.nobody)
         self._words[: size.num_words].copy_(words)
 
-    def fail(self, slots: Iterable[int], message: str) -> None:
+    def fail(self, slots: Iterable[int], why: Failure) -> None:
         """The rows in these slots hold nothing to go on from, until their slot gets another request."""
-        self._failed.add(slots, message)
+        self._failed.add(slots, why)
 
     # A step
 
@@ -220,7 +220,7 @@ class CudaRunner:
         whole, plan = plan, without_rows(plan, failed) if failed else plan
         self._apply(plan)
         if not plan.slot:
-            return StepTicket.of(with_rows(failed_output(plan, ""), failed, whole))
+            return StepTicket.of(with_rows(StepOutput.empty(plan.step), failed, whole))
 
         step = pack(plan, self._rows, self._page_size)
         self._rows.advance(step.slots, step.ends)
@@ -328,7 +328,7 @@ class CudaRunner:
     # Scores, and rows that the host samples
 
     def _score_targets(
-        self, hidden: Tensor, step: PackedStep, errors: dict[int, str]
+        self, hidden: Tensor, step: PackedStep, errors: dict[int, Failure]
     ) -> tuple[list[PendingScores], ScoreEntries]:
         targets = step.targets
         if not len(targets.row):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perdure.api.ending import Failure
 from perdure.api.plan import NO_LOGPROBS, RowInit
 from perdure.ops import flashinfer_filters
 from perdure.ops.triton.adjust import Adjusted, Asked, history_of, make_block, unadjusted
@@ -108,7 +109,7 @@ class DeviceSampler:
         tokens, codes = self.results[:, : len(logits)]
         return draw_tokens(logits, settings, tokens, codes, self.last_token, self._find)
 
-    def draw_masked(self, logits: Tensor, step: PackedStep, parts: Parts, errors: dict[int, str]) -> Drawn:
+    def draw_masked(self, logits: Tensor, step: PackedStep, parts: Parts, errors: dict[int, Failure]) -> Drawn:
         """The rows that waited for masks, of the logits of all. errors, by the plan's row: those that got none."""
         count, sampled = len(parts.masked), parts.on_device[parts.masked]
         words = np.zeros(WORDS_A_ROW * count, np.int32)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perdure.api.errors import BAD_LOGITS
+from perdure.api.ending import BAD_LOGITS, Failure
 from perdure.ops.sampling import NO_LIST, Scores
 from perdure.ops.triton.scores import View, best_ids, score
 from perdure.runner.inputs import Ints
@@ -36,7 +36,7 @@ class PendingScores:
     top_ids: Tensor | None
     top_scores: Tensor | None
 
-    def add_to(self, entries: ScoreEntries, errors: dict[int, str]) -> None:
+    def add_to(self, entries: ScoreEntries, errors: dict[int, Failure]) -> None:
         """As entries; the rows of unusable logits get an error instead."""
         bad = self.bad.numpy()
         entries.end(self.rows[bad], self.positions[bad])

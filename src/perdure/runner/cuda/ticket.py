@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from perdure.api.errors import BAD_LOGITS, NOTHING_ALLOWED, NOTHING_LEFT, described
+from perdure.api.ending import BAD_LOGITS, NOTHING_ALLOWED, NOTHING_LEFT, Failure
+from perdure.api.errors import StepFailed
 from perdure.api.plan import StepOutput, StepPlan
 from perdure.ops.triton.adjust import FINE, STALE, UNUSABLE
 from perdure.ops.triton.adjust import NOTHING_LEFT as LEAVES_NOTHING
@@ -30,7 +31,7 @@ NONE: Ints = np.empty(0, np.int64)
 WHY = {
     UNUSABLE.value: BAD_LOGITS,
     LEAVES_NOTHING.value: NOTHING_LEFT,
-    STALE.value: "the row's history on the device is not the one before this token",
+    STALE.value: Failure.of(StepFailed("the row's history on the device is not the one before this token")),
 }
 
 
@@ -89,7 +90,7 @@ class Launched:
     rows: Ints
     slots: Ints
     all_slots: Ints
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, Failure] = field(default_factory=dict)
     masked: Ints = field(default_factory=lambda: NONE)
     scores: list[PendingScores] = field(default_factory=list)
     prompt_scores: list[PendingScores] = field(default_factory=list)
@@ -100,7 +101,7 @@ class Launched:
 
     def output(self, tokens: Ints, codes: np.ndarray) -> tuple[StepOutput, NDArray[np.bool_]]:
         """What came of the step, and which of `rows` have a token."""
-        of_prompts: dict[int, str] = {}
+        of_prompts: dict[int, Failure] = {}
         for pending in self.prompt_scores:
             pending.add_to(self.prompt_entries, of_prompts)
         errors = self.errors | of_prompts  # a prompt's fault comes before that of the token drawn after it
@@ -144,7 +145,7 @@ class StepTicket:
         staged: StagedStep | None = None,
         staging: Staging | None = None,
         whole: StepPlan | None = None,
-        failed: Mapping[int, str] | None = None,
+        failed: Mapping[int, Failure] | None = None,
     ) -> None:
         self._finish = finish
         self._launched = launched
@@ -174,6 +175,6 @@ class StepTicket:
             tokens, codes = self._staged.receive()
             output = self._finish(self._launched, tokens, codes)
         except Exception as error:
-            return failed_output(self._whole, described(error))
+            return failed_output(self._whole, Failure.of_step(error))
         self._staging.give_back(self._staged)
         return with_rows(output, self._failed, self._whole) if self._failed else output
