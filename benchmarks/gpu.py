@@ -4,7 +4,8 @@
 
 - A section is a function in `gpu_sections` and a line in `SECTIONS`, with the most seconds it may take. Each runs in a
   process of its own: one that hangs, or that breaks the device for its process, costs no other.
-- What is only right or wrong comes first, side by side; then what is timed, one after the other.
+- What is only right or wrong comes first, side by side; then, in turn, what watches every access, which keeps others from
+  the GPU, and what is timed.
 - `--limit`: when so many seconds are over, nothing more is begun, and the report says what was not run.
 
 The report has rows and cases with the values that tests read from the engine, and workloads with value, unit, floor,
@@ -42,11 +43,11 @@ from gpu_sections.wake import wake
 
 
 class Section(NamedTuple):
-    """seconds: it is cut off after so many. is_timed: nothing may run beside it."""
+    """seconds: it is cut off after so many. is_alone: nothing may run beside it."""
 
     run: Callable[[Setup], Found]
     seconds: int
-    is_timed: bool = True
+    is_alone: bool = True
 
 
 def _job(name: str) -> dict[str, Section]:
@@ -54,12 +55,12 @@ def _job(name: str) -> dict[str, Section]:
 
 
 SECTIONS: dict[str, Section] = {
-    "engine": Section(engine, 260, is_timed=False),
-    "kernels": Section(kernels, 260, is_timed=False),
-    "storms": Section(storms, 260, is_timed=False),
-    "parity": Section(parity, 120, is_timed=False),
-    "sanitizer": Section(sanitizer, 260, is_timed=False),
-    "flashinfer": Section(flashinfer, 260, is_timed=False),
+    "engine": Section(engine, 200, is_alone=False),
+    "kernels": Section(kernels, 200, is_alone=False),
+    "storms": Section(storms, 200, is_alone=False),
+    "parity": Section(parity, 120, is_alone=False),
+    "flashinfer": Section(flashinfer, 200, is_alone=False),
+    "sanitizer": Section(sanitizer, 130),
     "attention": Section(attention, 45),
     **_job("nano"),
     **_job("b64"),
@@ -77,6 +78,7 @@ SECTIONS: dict[str, Section] = {
 assert {*JOBS} <= {*SECTIONS}, "a job that nothing runs"
 LEAST_SECONDS = 20  # that are left when a section is begun
 
+SECONDS = "seconds"  # that a section took, in what its process found
 ALWAYS = {"value", "unit", "floor", "gate", "goal", "gate_met", "kernels"}
 
 
@@ -117,10 +119,10 @@ class Child:
         except subprocess.TimeoutExpired:
             why = f"cut off after {self._seconds:.0f} s"
         self.kill()
-        seconds = time.monotonic() - self._begun
         print(self._out.read_text(errors="replace")[-20_000:], end="")
         file = self._folder / "found.json"
         found: Found = json.loads(file.read_text()) if file.exists() else {}
+        seconds = found.pop(SECONDS, time.monotonic() - self._begun)
         return (found | {"failed": [*found.get("failed", ()), f"{self.name}: {why}"]} if why else found), seconds
 
     def kill(self) -> None:
@@ -135,10 +137,12 @@ def run_child(name: str, folder: Path, profile: bool) -> int:
     line = sys.stdin.readline()
     if not line:
         return 0
+    begin = time.monotonic()
     try:
         found = SECTIONS[name].run(Setup(folder, profile, float(line) - time.monotonic()))
     except Exception as error:
         found = {"failed": [f"{name}: {type(error).__name__}: {error}"]}
+    found[SECONDS] = round(time.monotonic() - begin, 1)
     (folder / "found.json").write_text(json.dumps(found))
     return 0
 
@@ -185,7 +189,7 @@ def show(name: str, found: Found, seconds: float) -> None:
 
 
 def run_all(names: list[str], report: Report, end: float, profile: bool) -> None:
-    """Those that are not timed side by side, then the others in turn. The next one imports while one runs."""
+    """Those that may be side by side, then the others in turn. The next one imports while one runs."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         children: list[Child] = []
 
@@ -197,20 +201,20 @@ def run_all(names: list[str], report: Report, end: float, profile: bool) -> None
             child.begin(min(SECTIONS[child.name].seconds, end - time.monotonic()))
 
         try:
-            beside = [make(name) for name in names if not SECTIONS[name].is_timed]
-            timed = [name for name in names if SECTIONS[name].is_timed]
+            beside = [make(name) for name in names if not SECTIONS[name].is_alone]
+            alone = [name for name in names if SECTIONS[name].is_alone]
             for child in beside:
                 begin(child)
-            following = make(timed[0]) if timed else None
+            following = make(alone[0]) if alone else None
             for child in beside:
                 report.add(child.name, *child.end())
-            for at, name in enumerate(timed):
+            for at, name in enumerate(alone):
                 if end - time.monotonic() < LEAST_SECONDS:
                     report.add(name, {"failed": [f"{name}: not begun, no time was left"]}, 0)
                     continue
                 child = following or make(name)
                 begin(child)
-                following = make(timed[at + 1]) if at + 1 < len(timed) else None
+                following = make(alone[at + 1]) if at + 1 < len(alone) else None
                 report.add(name, *child.end())
         finally:
             for child in children:

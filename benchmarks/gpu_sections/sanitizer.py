@@ -34,11 +34,17 @@ KERNELS = (
     "tests/cuda/test_device_sampler.py::test_a_life_of_steps",
 )
 ATTENTION = (
-    "tests/cuda/test_attention.py::test_against_the_reference",
+    *(
+        f"tests/cuda/test_attention.py::test_against_the_reference[{kind}]"
+        for kind in (
+            "bfloat16--(16, 8, 128)-16-plain", "bfloat16--(16, 8, 128)-16-window", "float32--(16, 8, 128)-16-cap",
+            "bfloat16-invariant-(16, 8, 128)-16-plain",
+        )
+    ),
     "tests/cuda/test_float8.py::test_attention_over_pages_of_8_bits_is_that_over_their_values[bfloat16-32-plain]",
     "tests/cuda/test_float8.py::test_attention_over_pages_of_8_bits_is_that_over_their_values[bfloat16-24-window]",
     "tests/cuda/test_attention.py::test_short_prompts",
-)
+)  # fmt: skip
 """Those whose reference computes on the CPU, or over few pages: every kernel of it would be watched, too."""
 STEPS = (
     "tests/cuda/test_runner.py::test_the_same_life_as_on_a_cpu",

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -85,19 +87,23 @@ def run_pytest(setup: Setup, workers: int, *what: str) -> Found:
     command = [sys.executable, "-m", "pytest", *options, *what]
     environment = os.environ | {"PERDURE_WITNESS": str(file), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("w") as out:
+        seconds = setup.seconds - MARGIN
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
         try:
-            seconds = setup.seconds - MARGIN
-            code = subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=out, stderr=out, timeout=seconds
-            ).returncode
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = None
+            process.send_signal(signal.SIGINT)  # it tells of what failed until then
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(MARGIN / 2)
+            process.kill()
     text = log.read_text(errors="replace")
     lines = text.splitlines()
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
     summary = next((line for line in reversed(lines) if " passed" in line or " failed" in line), "")
     if code is None:  # there is no summary
-        failed = [line for line in lines if " FAILED" in line] + [f"pytest was cut off after {seconds:.0f} s"]
+        failed = failed or [line for line in lines if " FAILED" in line]
+        failed.append(f"pytest was cut off after {seconds:.0f} s")
         summary = f"{text.count(' PASSED')} passed until it was cut off"
     elif code and not failed:
         failed = [f"pytest ended with {code}"]

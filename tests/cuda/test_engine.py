@@ -135,9 +135,10 @@ def test_T45_neighbours(gpu, model):
     mine = SamplingParams(max_tokens=32, ignore_eos=True, seed=42)
     others = [SamplingParams(max_tokens=20 + i, ignore_eos=True, seed=i) for i in range(7)]
     alone, _, _ = run(model, "cuda", mine, prompts=PROMPTS[:1])
-    first, _, _ = run(model, "cuda", [mine, *others])
+    first, _, replays = run(model, "cuda", [mine, *others])
     last, _, _ = run(model, "cuda", [*others, mine], prompts=[*PROMPTS[1:], PROMPTS[0]])
     assert alone[0].outputs[0].token_ids == first[0].outputs[0].token_ids == last[-1].outputs[0].token_ids
+    witness("T45", neighbours=len(others), replays=replays, device="cuda")
 
 
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])

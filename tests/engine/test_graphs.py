@@ -49,9 +49,9 @@ class StepWatch:
         return forward(ids, *arguments)
 
     def _replayed(self, replay: Any, shape: Shape) -> Any:
-        hidden, logits = replay(shape)
-        self.physical.append(len(hidden))
-        return hidden, logits
+        outputs = replay(shape)
+        self.physical.append(len(outputs[0]))
+        return outputs
 
     def check(self) -> None:
         """Every shape that was taken is captured, and is what was computed; a step without one ran as it was."""
