@@ -4,8 +4,8 @@
 
 - A section is a function in `gpu_sections` and a line in `SECTIONS`, with the most seconds it may take. Each runs in a
   process of its own: one that hangs, or that breaks the device for its process, costs no other.
-- What is only right or wrong comes first, side by side; then, in turn, what watches every access, which keeps others from
-  the GPU, and what is timed.
+- What is only right or wrong comes first, side by side; then, in turn, what watches every access, which keeps others
+  from the GPU, and what is timed.
 - `--limit`: when so many seconds are over, nothing more is begun, and the report says what was not run.
 
 The report has rows and cases with the values that tests read from the engine, and workloads with value, unit, floor,

@@ -69,7 +69,7 @@ def run(llm: LLM, prompts: list[list[int]], new_tokens: int, asked: dict[str, An
 def masks() -> float:
     """Milliseconds to put masks of all rows on the device and to draw with them."""
     from perdure.ops.triton.sampling import draw_tokens
-    from perdure.runner.cuda.sample_columns import WORDS_A_ROW, SampleColumns
+    from perdure.runner.cuda.sample_columns import SampleColumns, num_sample_words
 
     vocab_size = QWEN3_06B["vocab_size"]
     logits = torch.randn(ROWS, vocab_size, device="cuda") * 3
@@ -77,7 +77,7 @@ def masks() -> float:
         np.random.default_rng(0).integers(-(2**31), 2**31, (ROWS, vocab_size // 32)).astype(np.int32)
     )
     tokens, codes, last = (torch.zeros(ROWS + 1, dtype=torch.int32, device="cuda") for _ in range(3))
-    words = np.zeros(WORDS_A_ROW * ROWS, np.int32)
+    words = np.zeros(num_sample_words(ROWS), np.int32)
     columns = SampleColumns.on_host(words, ROWS)
     columns.pad(ROWS)
     columns.temperature[:], columns.output_index[:] = 0.6, np.arange(ROWS)

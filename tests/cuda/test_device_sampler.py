@@ -14,7 +14,7 @@ from perdure.api.structured import StructuredOutputsParams
 from perdure.ops.adjust import RowMasks
 from perdure.ops.triton.adjust import KNOWN, STALE, as_bits
 from perdure.ops.triton.sampling import find_kept
-from perdure.runner.cuda.sample_columns import WORDS_A_ROW, SampleColumns
+from perdure.runner.cuda.sample_columns import SampleColumns, num_sample_words
 from perdure.runner.cuda.sampler import DeviceSampler
 from perdure.runner.cuda.ticket import WHY, Launched
 from perdure.runner.inputs import PackedStep, Targets
@@ -129,7 +129,7 @@ class OnDevice:
         """A step on its way; its tokens are looked at by `finish`, after other steps maybe."""
         parts = self.sampler.parts(step)
         assert not len(parts.on_host)
-        words = np.zeros(WORDS_A_ROW * len(step.slots), np.int32)
+        words = np.zeros(num_sample_words(len(step.slots)), np.int32)
         columns = SampleColumns.on_host(words, len(step.slots))
         columns.pad(self.sampler.nobody)
         self.sampler.fill(columns, step, parts)

@@ -151,7 +151,7 @@ def _beside(query, cache):
     return query
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ranges"])
 def _decode_kernel(
     q, cache, table, index, slots, positions, partial, sums, out, stride_q, stride_plane, stride_head, table_width,
     scale, factor, num_ranges, ROWS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -208,7 +208,7 @@ def _decode_kernel(
                 tl.store(sums + cell * 2 + 1, total, mask=of_group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ranges"])
 def _combine_kernel(
     partial, sums, index, positions, out, factor, num_ranges, GP: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,

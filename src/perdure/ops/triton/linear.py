@@ -22,7 +22,7 @@ PROGRAMS = 96  # that a product should have, at least
 FEW_ROWS = 16  # that are fetched faster without the copy engine, for wide weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _product_kernel(
     x, w, bias, y, M, N, K, stride_x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, BIAS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,

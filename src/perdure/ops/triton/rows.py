@@ -15,7 +15,7 @@ from torch import Tensor
 TILE = 2048  # elements a program of a norm holds at once, where rows are short
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
     x, added, weight, total, out, num_rows, num_heads, stride_row, stride_head, stride_weight, eps,
     H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, ONCE: tl.constexpr,

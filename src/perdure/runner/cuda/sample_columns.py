@@ -1,6 +1,7 @@
 """What a draw needs of its rows, as columns over a flat block of 32-bit words: written on the host, read on the device.
 
-- The layout follows from the number of rows alone.
+- The layout follows from the number of rows alone. Every column begins on 16 bytes: a kernel is compiled for how its
+  pointers are aligned, and would be again whenever that changes.
 - Padding is rows that draw greedily into a slot that nobody has.
 """
 
@@ -18,7 +19,17 @@ from perdure.runner.row_store import RowStore
 
 _INTS = ("slots", "top_k", "seed_low", "seed_high", "output_index", "child", "forced")
 _LOW = np.uint64(0xFFFFFFFF)
-WORDS_A_ROW = 6 + len(_INTS) + 2
+_WORDS_A_ROW = 6 + len(_INTS) + 2
+
+
+def aligned(count: int) -> int:
+    """So many words of four bytes, and those up to the next place that is a multiple of 16 bytes."""
+    return -(-count // 4) * 4
+
+
+def num_sample_words(count: int) -> int:
+    """Of four bytes, that the columns of so many rows take."""
+    return _WORDS_A_ROW * aligned(count)
 
 
 class SampleColumns:
@@ -34,14 +45,18 @@ class SampleColumns:
 
     def __init__(self, flat: Any, count: int, float32: Any, float64: Any, int64: Any) -> None:
         self.count = count
-        self.top_p = flat[: 2 * count].view(float64)
-        self.asked = flat[2 * count : 4 * count].view(int64)
-        self.masks = flat[4 * count : 6 * count].view(int64)
-        for index, name in enumerate(_INTS, 6):
-            setattr(self, name, flat[index * count : (index + 1) * count])
-        end = 6 + len(_INTS)
-        self.temperature = flat[end * count : (end + 1) * count].view(float32)
-        self.min_p = flat[(end + 1) * count : (end + 2) * count].view(float32)
+        width, end = aligned(count), 0
+
+        def part(words_a_row: int) -> Any:
+            nonlocal end
+            begin, end = end, end + words_a_row * width
+            return flat[begin : begin + words_a_row * count]
+
+        self.top_p = part(2).view(float64)
+        self.asked, self.masks = part(2).view(int64), part(2).view(int64)
+        for name in _INTS:
+            setattr(self, name, part(1))
+        self.temperature, self.min_p = part(1).view(float32), part(1).view(float32)
 
     @staticmethod
     def on_host(words: NDArray[np.int32], count: int) -> SampleColumns:

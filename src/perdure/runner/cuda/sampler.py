@@ -25,7 +25,7 @@ from perdure.ops.triton.adjust import Adjusted, Asked, history_of, make_block, u
 from perdure.ops.triton.sampling import Filter, Kept, Settings, draw_tokens, find_kept
 from perdure.ops.triton.scores import Entries, View
 from perdure.runner.cuda.pages import to_device
-from perdure.runner.cuda.sample_columns import WORDS_A_ROW, SampleColumns
+from perdure.runner.cuda.sample_columns import SampleColumns, num_sample_words
 from perdure.runner.cuda.scores import PendingScores, pending
 from perdure.runner.inputs import Ints, PackedStep
 from perdure.runner.masks import Masks
@@ -112,7 +112,7 @@ class DeviceSampler:
     def draw_masked(self, logits: Tensor, step: PackedStep, parts: Parts, errors: dict[int, Failure]) -> Drawn:
         """The rows that waited for masks, of the logits of all. errors, by the plan's row: those that got none."""
         count, sampled = len(parts.masked), parts.on_device[parts.masked]
-        words = np.zeros(WORDS_A_ROW * count, np.int32)
+        words = np.zeros(num_sample_words(count), np.int32)
         columns = SampleColumns.on_host(words, count)
         self._fill(columns, np.arange(count), step, sampled)
         rows = step.sampled[sampled]

@@ -1,7 +1,7 @@
 """One step's numbers in one block of memory: written on the host, copied at once, read where they land.
 
 - The layout follows from the step's physical size alone, so a graph captured for a size finds every column at its place
-  whatever the step.
+  whatever the step. Every column begins on 16 bytes (`sample_columns`).
 - What pads a step is written here: tokens that write nowhere, rows that stand nowhere, blocks without queries, draws
   into a slot that nobody has.
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from perdure.runner.cuda.sample_columns import WORDS_A_ROW, SampleColumns
+from perdure.runner.cuda.sample_columns import SampleColumns, aligned, num_sample_words
 from perdure.runner.inputs import Ints, PackedStep
 
 NOWHERE = -1
@@ -35,7 +35,8 @@ class StepSize:
     @property
     def num_words(self) -> int:
         """Of four bytes."""
-        return 3 * self.tokens + 3 * self.decodes + 4 * self.blocks + (1 + WORDS_A_ROW) * self.samples
+        own = 3 * aligned(self.tokens) + 3 * aligned(self.decodes) + 4 * self.blocks + aligned(self.samples)
+        return own + num_sample_words(self.samples)
 
 
 class StepColumns:
@@ -49,12 +50,12 @@ class StepColumns:
     def __init__(self, flat: Any, size: StepSize, samples: SampleColumns) -> None:
         self.size = size
         self.samples = samples
-        end = WORDS_A_ROW * size.samples
+        end = num_sample_words(size.samples)
 
         def part(count: int) -> Any:
             nonlocal end
-            end += count
-            return flat[end - count : end]
+            begin, end = end, end + aligned(count)
+            return flat[begin : begin + count]
 
         self.tokens, self.positions, self.write = (part(size.tokens) for _ in range(3))
         self.index, self.slots, self.at = (part(size.decodes) for _ in range(3))
