@@ -256,6 +256,7 @@ class CudaRunner:
         """Hidden states of the step's tokens; tokens and scores of rows that the device samples are on their way."""
         lengths = np.diff(step.offsets)
         ones, prompts = np.flatnonzero(lengths == 1), np.flatnonzero(lengths > 1)
+        ones = ones[np.argsort(-step.starts[ones], kind="stable")]  # those that take longest begin first
         num_tokens = int(step.offsets[-1])
         shape = None if self.shapes is None else self.shapes.take(num_tokens, len(prompts), len(ones))
         if shape is not None and len(ones) > shape.num_decodes:  # the rest goes in the places of prompts
