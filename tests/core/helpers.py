@@ -60,8 +60,8 @@ class Bench:
         self.events += told
         return told
 
-    def launch(self) -> StepPlan | None:
-        plan = self.scheduler.plan()
+    def launch(self, most_steps: int = 1) -> StepPlan | None:
+        plan = self.scheduler.plan(most_steps)
         self.events += self.scheduler.told()
         if plan is not None:
             self.in_flight.append((plan, self.device.launch(plan)))
@@ -74,12 +74,12 @@ class Bench:
         self.events += told
         return told
 
-    def step(self) -> list[ev.Event]:
-        self.launch()
+    def step(self, most_steps: int = 1) -> list[ev.Event]:
+        self.launch(most_steps)
         return self.commit()
 
-    def run(self) -> None:
-        while self.launch() is not None:
+    def run(self, most_steps: int = 1) -> None:
+        while self.launch(most_steps) is not None:
             self.commit()
 
     def ended(self, name: RequestId) -> ev.Record:

@@ -220,7 +220,7 @@ def test_a_request_is_kept_but_for_who_submits_it(lived: tuple[Bench, RequestSta
         if policy.checkpoint == "kept":
             assert getattr(again, name) == getattr(state.request, name)
         else:
-            assert name in ("ticket", "stream", "routed") and policy.checkpoint == "no"
+            assert name in ("ticket", "stream", "routed", "is_closed") and policy.checkpoint == "no"
 
 
 def test_s03_a_checkpoint_shares_nothing_with_the_live_request(lived: tuple[Bench, RequestState]) -> None:

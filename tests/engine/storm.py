@@ -39,6 +39,7 @@ from tests.engine.storm_parts import LONGEST, MAX_TURNS, PLACES, PROMPTS, SALTS,
 STORMS_A_SEED = 10
 NUM_STEPS = 40
 
+BURST_MS = st.sampled_from([0, 60_000])  # whatever a step takes, as many as there may be
 HOME = st.fixed_dictionaries(
     {
         "steps_in_flight": st.integers(1, 4),
@@ -51,6 +52,7 @@ HOME = st.fixed_dictionaries(
         "admit_beside_paused": st.booleans(),
         "poison_free_pages": st.booleans(),
         "seed": st.integers(0, 3),
+        "max_burst_ms": BURST_MS,
     }
 )
 THERE = st.fixed_dictionaries(
@@ -59,6 +61,7 @@ THERE = st.fixed_dictionaries(
         "page_size": st.sampled_from([4, 32]),
         "max_num_seqs": st.integers(1, 4),
         "max_num_batched_tokens": st.sampled_from([7, 32]),
+        "max_burst_ms": BURST_MS,
     }
 )
 KV = st.sampled_from(["persist", "offload", "recompute"])
@@ -107,7 +110,7 @@ class Storm(RuleBasedStateMachine):
         is_free = isinstance(given, Checkpoint) and not (
             given.exact and (given.fingerprint == side.scheduler.requests.fingerprint or not given.num_output)
         )
-        wanted = submission(given, params, name, side.engine.ticket(), side.llm.tokenizer, stream=False)
+        wanted = submission(given, params, name, side.engine.ticket(), side.llm.tokenizer, stream=False, is_closed=True)
         traveller = Traveller(wanted, side, is_free)
         if side.state == "suspended" or name in side.scheduler.requests.live:
             self.may_refuse.add(id(traveller))
@@ -367,6 +370,7 @@ class Storm(RuleBasedStateMachine):
             for name in ("num_evictions", "num_pauses", "num_cached_tokens", "num_steps"):
                 self.marks[name] += getattr(stats, name)
             self.marks["copies"] += side.num_copies
+            self.marks["bursts"] += side.num_bursts
             if (shapes := side.engine.resolved.runner.shapes) is not None:
                 self.marks["padded steps"] += sum(shapes.num_steps.values())
         self.marks["storms"] += 1

@@ -139,6 +139,7 @@ class Truth:
             **place.config,
             "num_cuda_graphs": 0,
             "steps_in_flight": 1,
+            "max_burst_ms": 0,
             "enable_prefix_caching": False,
             "num_pages": 16,
             "max_num_seqs": 1,
@@ -223,13 +224,15 @@ class Side:
             if params.structured_outputs is not None:  # compiled now: when else, would be another storm each time
                 grammars = self.engine.resolved.runner.grammars
                 grammars.hold(-number, params.structured_outputs).result(timeout=60)
-        self.num_copies = 0
+        self.num_copies = self.num_bursts = 0
         self._plan = self.scheduler.plan
         self.scheduler.plan = self._counted_plan  # type: ignore[method-assign]
 
-    def _counted_plan(self) -> StepPlan | None:
-        plan = self._plan()
-        self.num_copies += 0 if plan is None else len(plan.copy_from)
+    def _counted_plan(self, most_steps: int) -> StepPlan | None:
+        plan = self._plan(most_steps)
+        if plan is not None:
+            self.num_copies += len(plan.copy_from)
+            self.num_bursts += plan.num_steps > 1
         return plan
 
     @property

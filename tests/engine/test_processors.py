@@ -187,8 +187,8 @@ def in_flight_of(llm: LLM) -> Iterator[dict[int, int]]:
     scheduler, most = llm._engine._loop.scheduler, dict[int, int]()
     plan = scheduler.plan
 
-    def watched() -> StepPlan | None:
-        made = plan()
+    def watched(most_steps: int) -> StepPlan | None:
+        made = plan(most_steps)
         for arrival in made.request if made is not None else ():
             most[arrival] = max(most.get(arrival, 0), scheduler.requests.states[arrival].in_flight)
         return made

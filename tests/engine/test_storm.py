@@ -29,7 +29,7 @@ VISITED = (
     *(f"pause {mode}" for mode in ("keep", "wait", "abort")),
     *(f"suspended by {kv}" for kv in ("persist", "offload", "recompute")),
     *("updates", "updates and back", "results of several weights", "went on here", "went on there"),
-    *("later samples", "copies", "structured to their end", "pinned pages", "refused pins"),
+    *("later samples", "copies", "structured to their end", "pinned pages", "refused pins", "bursts"),
     *(f"checkpoint while running, engine {state}" for state in ("running", "paused", "suspended")),
 )
 

@@ -106,9 +106,9 @@ def test_vpage_async(depth: int, make_llm: MakeLLM, solo: Solo) -> None:
     ahead: dict[int, int] = {}
     plan = scheduler.plan
 
-    def planned() -> Any:
+    def planned(most_steps: int) -> Any:
         before = scheduler.steps_in_flight
-        made = plan()
+        made = plan(most_steps)
         if made is not None and made.fresh_pages:
             ahead[made.step] = before
         return made

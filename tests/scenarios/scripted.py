@@ -77,8 +77,10 @@ class ScriptedDevice(fake.FakeDevice):
         self.during_step(plan)
         return super()._execute(plan)
 
-    def _run_row(self, plan: StepPlan, row: int, given: list[int], targets: list[int], made: fake.Made) -> int:
-        if not super()._run_row(plan, row, given, targets, made):
+    def _run_row(
+        self, plan: StepPlan, row: int, given: list[int], targets: list[int], made: fake.Made, may_draw: bool
+    ) -> int:
+        if not super()._run_row(plan, row, given, targets, made, may_draw):
             return 0
         slot = plan.slot[row]
         settings, end = self._settings[slot], self._position[slot]

@@ -22,9 +22,9 @@ def test_admission_beside_a_paused_request(beside: bool, depth: int) -> None:
     admitted_beside = 0
     plan = stage.scheduler.plan
 
-    def planned() -> object:
+    def planned(most_steps: int) -> object:
         nonlocal admitted_beside
-        made = plan()
+        made = plan(most_steps)
         paused = sum(state.status is Status.PAUSED for state in stage.scheduler.requests.residents)
         admitted_beside += bool(made is not None and made.row_inits and paused)
         return made

@@ -18,6 +18,7 @@ EVERYWHERE = (
     *(f"checkpoint while {status}" for status in ("waiting", "running", "paused")),
     *(f"{reason} after {count} checkpoints" for reason in ("stop", "length") for count in (1, 2)),
     "refused while held",
+    *("bursts", "longest bursts", "stop in a burst", "length in a burst", "error in a burst"),
 )
 """What the lives of every depth must have visited."""
 

@@ -172,6 +172,18 @@ FAULTS = {
         "if self.residents or self.has_output:",
         "if self.residents:",
     ),
+    "a_burst_without_its_last_page": (
+        "core/planning.py",
+        1,
+        "draft.grow(state, count)",
+        "draft.grow(state, count - 1)",
+    ),
+    "pages_published_of_what_follows_a_stop": (
+        "core/committing.py",
+        2,
+        "computed if ending is None else min(computed, len(state.tokens) - 1)",
+        "computed",
+    ),
     "in_flight_kv_that_survives_other_weights": (
         "core/requests.py",
         1,

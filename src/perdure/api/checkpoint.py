@@ -171,10 +171,13 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     def exact(self) -> bool:
         return all(sample.exact for sample in self.samples)
 
-    def as_request(self, request_id: RequestId, ticket: int, stream: bool, routed: bool = False) -> Request:
+    def as_request(
+        self, request_id: RequestId, ticket: int, stream: bool, routed: bool = False, is_closed: bool = False
+    ) -> Request:
         """The request it was taken of, submitted anew."""
         salt = self.cache_salt
-        return Request(request_id, ticket, self.prompt_token_ids, self.params, self.prompt, stream, salt, routed)
+        ids = self.prompt_token_ids
+        return Request(request_id, ticket, ids, self.params, self.prompt, stream, salt, routed, is_closed)
 
     def to_bytes(self) -> bytes:
         """The file form; `from_bytes` gives an equal value back."""

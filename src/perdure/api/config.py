@@ -65,6 +65,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     with this engine's index, `replica`, too, so that replicas draw differently; "shared" = without it.
     device: "auto" = cuda where there is one. max_num_batched_tokens: most positions computed in one step; None = 512 on
     a CPU, 8192 on CUDA. steps_in_flight: 1 = plan only after the step before is known, 2 = overlapped, up to 4.
+    max_burst_ms: how long the device may go on alone, several steps at a time, where nobody waits and every request
+    decodes; new requests and aborts wait that long. 0 = never; None = 200 on CUDA, 0 on a CPU. Unless all that runs is
+    of `LLM`'s calls in this process, it is 10 at most.
     batch_invariant: bitwise results whatever the schedule; None = on a CPU, and not on CUDA, where it costs time.
     on_mismatch: whether a checkpoint whose bits come from another kind of engine goes on, with `exact=False` in its
     result, or is refused.
@@ -119,6 +122,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     admit_beside_paused: bool = True
     enable_prefix_caching: bool = True
     steps_in_flight: int = 2
+    max_burst_ms: int | None = None
     batch_invariant: bool | None = None
     on_mismatch: OnMismatch = "continue"
     logprobs_mode: LogprobsMode = "raw"
@@ -241,6 +245,7 @@ _RANGES: tuple[tuple[str, int, int | None], ...] = (
     ("kv_cache_bytes", 1, None),
     ("paused_pages", 0, None),
     ("steps_in_flight", 1, 4),
+    ("max_burst_ms", 0, 60_000),
     ("num_cuda_graphs", -1, 4096),
     ("cuda_graph_max_tokens", 1, None),
     ("cuda_graph_mixed_prefill", 0, None),
@@ -276,6 +281,7 @@ _OPTIONAL = (
     "num_pages",
     "kv_cache_bytes",
     "paused_pages",
+    "max_burst_ms",
     "batch_invariant",
     "quantization",
     "max_num_waiting",

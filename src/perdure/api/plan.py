@@ -98,9 +98,12 @@ class DeviceRow(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step. Row i computes positions start[i] .. start[i] + length[i] - 1 of the request in slot[i].
 
-    start[i] = DEVICE_POSITION: one position, where the device row stands, with the token sampled last into it, and
-        num_tokens[i] = 0. Otherwise num_tokens[i] = length[i] ids of `tokens` belong to the row.
+    start[i] = DEVICE_POSITION: length[i] positions one after another, from where the device row stands, each with the
+        token sampled last into it, and num_tokens[i] = 0. Otherwise num_tokens[i] = length[i] ids of `tokens` belong to
+        the row.
     sample[i] = 1: draw the token that follows the row's last position; 0: draw nothing.
+    A length above 1 from DEVICE_POSITION is a burst: `num_steps` steps without the host between them, a row taking part
+        in the first length[i]. Every row of such a plan decodes, and draws a token at each of its positions.
     num_targets[i] ids of `targets` are known prompt tokens to score; the first of them stands at absolute position
         target_start[i] (so its score comes from the logits at target_start[i] - 1, which this row computes).
     Applied before any row runs, in this order: `row_inits`; the block table entries (table_slot, table_index,
@@ -129,6 +132,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     copy_from: list[int] = []
     copy_to: list[int] = []
     copy_length: list[int] = []
+
+    @property
+    def num_steps(self) -> int:
+        """How many of the device this is: 1 unless it is a burst."""
+        return 1 if self.tokens else max(self.length, default=1)
 
 
 class ScoreColumns(msgspec.Struct, frozen=True, array_like=True):
@@ -162,8 +170,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """What a step gave: num_sampled[i] of `tokens` belong to the plan's row i (0 where nothing was to be sampled).
 
     records: scores of sampled tokens, one for each sampled token of a row that asked. prompt_records: of targets.
-    errors: (row, what its request ends with); such a row has no token, and of its targets the scores before the first
-    failure.
+    errors: (row, what its request ends with); such a row has the tokens of a burst before its first failure, and of
+    its targets the scores before it.
     """
 
     step: int

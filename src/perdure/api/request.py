@@ -27,7 +27,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     ticket: the submitter's own number; every event of this request carries it, so that events find the one call that
     submitted it. stream: whether progress is reported before the end. cache_salt: cached prefixes are shared among
     requests of one salt, and with no others. routed: whether what admission resolved, and the scores of the prompt, are
-    told as soon as they are known, for a coordinator that may have to go on elsewhere.
+    told as soon as they are known, for a coordinator that may have to go on elsewhere. is_closed: whether whoever
+    submitted it waits for the end of it and of what came with it, and misses no token before.
     """
 
     request_id: RequestId
@@ -38,6 +39,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     stream: bool = False
     cache_salt: str | None = None
     routed: bool = False
+    is_closed: bool = False
 
     def __post_init__(self) -> None:
         check_salt(self.cache_salt)

@@ -61,6 +61,9 @@ class EngineOptions:
         _ENGINE.enable_prefix_caching
     )
     steps_in_flight: Annotated[int, _engine("1: one step after another; 2 to 4: overlapped.")] = _ENGINE.steps_in_flight
+    max_burst_ms: Annotated[
+        int | None, _engine("How long a GPU may go on alone, 0: never; without it, 200, and 10 when serving.")
+    ] = None
     batch_invariant: Annotated[
         bool | None, _engine("The same bits in any company; without it, on a CPU and not on a GPU.")
     ] = None

@@ -1,7 +1,30 @@
-"""How many pages positions take. Pure arithmetic."""
+"""How many pages positions take, and how many steps a burst has. Pure arithmetic."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+IN_VAIN = 8
+"""A burst is shorter where more than one part in so many of its rows' steps would be of rows that have ended."""
 
 
 def num_pages_for(num_positions: int, page_size: int) -> int:
     return -(-num_positions // page_size)
+
+
+def burst(
+    left: Sequence[int], room: Sequence[int], most_steps: int, num_free: int, page_size: int
+) -> tuple[list[int], list[int]]:
+    """How many steps each row takes part in, and how many pages it needs more for them.
+
+    left: positions that each row may still compute; room: of them, for how many it has pages (at least 1). The longest
+    row takes part in a power of two of steps, as many as are sensible up to most_steps; others end inside.
+    """
+    num_steps = 1 << min(most_steps, max(left)).bit_length() - 1
+    while num_steps > 1:
+        lengths = [min(num_steps, count) for count in left]
+        pages = [num_pages_for(max(0, length - has), page_size) for length, has in zip(lengths, room, strict=True)]
+        if sum(lengths) * IN_VAIN >= num_steps * len(left) * (IN_VAIN - 1) and sum(pages) <= num_free:
+            return lengths, pages
+        num_steps //= 2
+    return [1] * len(left), [0] * len(left)

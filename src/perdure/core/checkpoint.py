@@ -79,7 +79,8 @@ def readmit(
 
     request: only who submits it counts, and under which id. fingerprint: of the engine as it is now.
     """
-    request = checkpoint.as_request(request.request_id, request.ticket, request.stream, request.routed)
+    asked = request
+    request = checkpoint.as_request(asked.request_id, asked.ticket, asked.stream, asked.routed, asked.is_closed)
     _check_fits(checkpoint, config)
     is_same = checkpoint.fingerprint == fingerprint
     if not is_same and checkpoint.num_output and config.on_mismatch == "refuse":

@@ -1,7 +1,8 @@
 """`Committing`: what came of a step, taken over in the order the steps were planned.
 
 - Tokens are appended, scores recorded by position, stops tested on each new token, full pages published.
-- A request ends here by stop, length or error; what a step gave beyond its end is dropped.
+- A request ends here by stop, length or error; what a step gave beyond its end is dropped: each of a burst's rows ends
+  at its first stop, and has computed what it would have had token by token.
 - Results of a request that has ended are ignored, and only those.
 - Work is O(rows), never O(context).
 """
@@ -39,55 +40,70 @@ class Committing:
             first, at = at, at + count
             state = requests.states[arrival]
             state.in_flight -= 1
+            if not num_given:
+                state.in_flight_tokens -= length
             if state.is_final:
                 requests.forget_if_done(state)
                 continue
             if row in prompt_records:
                 assert state.prompt_scores is not None
                 append_scores(state.prompt_scores, output.prompt_records, prompt_records[row], state.tokens)
-            if row in failed:
-                requests.end(state, Ending("error", failure=failed[row]))
+            failure = failed.get(row) if failed else None
+            if failure is not None and not count:
+                requests.end(state, Ending("error", failure=failure))
                 continue
+            first_new = len(state.tokens)
             if count:
                 state.stamp(epoch)
                 state.tokens += output.tokens[first:at]
             if row in records:
                 assert state.scores is not None
                 append_scores(state.scores, output.records, records[row], state.tokens)
+            ending = self._ending(state, count)
             if state.is_resident:
-                state.num_computed += state.num_copied + length
+                computed = state.num_computed + state.num_copied + (length if failure is None else count)
+                state.num_computed = computed if ending is None else min(computed, len(state.tokens) - 1)
                 state.num_copied = 0
                 if num_given:
                     requests.note(state, "chunk", length)
                 requests.cache.publish(state)
                 requests.prompt_may_be_there(state)
-            self._after_tokens(state, count)
+            if failure is not None and ending is None:
+                ending = Ending("error", failure=failure)
+            self._after_tokens(state, first_new, ending)
 
-    def _after_tokens(self, state: RequestState, count: int) -> None:
-        """End the request if these last tokens do, else report them."""
-        requests, stops = self._requests, state.stops
-        first, end = len(state.tokens) - count, state.prompt_length + stops.max_output
+    def _ending(self, state: RequestState, count: int) -> Ending | None:
+        """How the last `count` tokens end the request, if they do; those beyond that are dropped."""
+        stops = state.stops
         if not count:
-            if stops.max_output == 0 and state.num_computed >= state.last_position:
-                requests.end(state, Ending("length"))
-            return
-        if first == state.prompt_length:
-            requests.note(state, "first_token")
-            self._tell_prompt_scores(state)
+            return None
+        first, end = len(state.tokens) - count, state.prompt_length + stops.max_output
         if len(state.tokens) > end:  # before a stop that lies beyond it can count
             self._cut(state, end)
+        ending = Ending("length") if len(state.tokens) >= end else None
         try:
             stop = stops.first_stop(state.tokens, first)
         except StepFailed as error:
-            requests.end(state, Ending("error", failure=Failure.of(error)))
-            return
+            self._cut(state, state.prompt_length + stops.num_tested)
+            self._requests.counters.num_generated_tokens += len(state.tokens) - first - 1
+            return Ending("error", failure=Failure.of(error))
         if stop is not None:
             self._cut(state, state.prompt_length + stop.num_tokens)
-        requests.counters.num_generated_tokens += len(state.tokens) - first
-        if stop is not None:
-            requests.end(state, Ending("stop", stop))
-        elif len(state.tokens) >= end:
-            requests.end(state, Ending("length"))
+            ending = Ending("stop", stop)
+        self._requests.counters.num_generated_tokens += len(state.tokens) - first
+        return ending
+
+    def _after_tokens(self, state: RequestState, first: int, ending: Ending | None) -> None:
+        """End the request, or report its tokens from position `first` on."""
+        requests = self._requests
+        if first == state.prompt_length < len(state.tokens):
+            requests.note(state, "first_token")
+            self._tell_prompt_scores(state)
+        if ending is not None:
+            requests.end(state, ending)
+        elif first == len(state.tokens):
+            if state.stops.max_output == 0 and state.num_computed >= state.last_position:
+                requests.end(state, Ending("length"))
         elif state.request.stream:
             self._report(state, first)
 

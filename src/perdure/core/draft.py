@@ -65,19 +65,20 @@ class PlanDraft:
         """Give the device row this request's settings."""
         self._plan.row_inits.append(row_settings(state, vocab_size))
 
-    def decode(self, states: Sequence[RequestState]) -> None:
-        """One position of each, where its device row stands."""
+    def decode(self, states: Sequence[RequestState], lengths: Sequence[int]) -> None:
+        """So many positions of each, from where its device row stands."""
         plan, count = self._plan, len(states)
         plan.request.extend([state.arrival for state in states])
         plan.slot.extend([state.slot for state in states])
         plan.start.extend([DEVICE_POSITION] * count)
-        plan.length.extend([1] * count)
+        plan.length.extend(lengths)
         plan.sample.extend([1] * count)
         for column in (plan.num_tokens, plan.target_start, plan.num_targets):
             column.extend([0] * count)
-        for state in states:
-            state.num_planned += 1
+        for state, length in zip(states, lengths, strict=True):
+            state.num_planned += length
             state.in_flight += 1
+            state.in_flight_tokens += length
         self.tokens_left -= count
 
     def prefill(self, state: RequestState, length: int) -> None:

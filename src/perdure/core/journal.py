@@ -207,7 +207,7 @@ def replay(
             case Applied(command):
                 events += scheduler.apply(command)
             case Launched(recorded):
-                plan = scheduler.plan()
+                plan = scheduler.plan(1 if recorded is None else recorded.num_steps)
                 if encode(plan) != encode(recorded):
                     raise JournalError(f"the plan {recorded and recorded.step} differs from the recorded one")
                 if plan is not None:

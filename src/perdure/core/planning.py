@@ -6,6 +6,7 @@
   that waits for a prefix which another computes is passed over too, and a slot and its pages are kept for it.
 - Pages for a prefill are taken whole at admission, so a prefill never stalls; a decoding row takes one at a time.
 - Without a page somebody is put aside (`preempt`).
+- Where nobody could be taken in, and everybody decodes, they get several steps in a row (`budget.burst`).
 - Work is O(rows), never O(context).
 """
 
@@ -38,8 +39,9 @@ class Planning:
         has_rows = bool(self._requests.residents) or any(not state.in_flight for state in self._ready(1))
         return self._control.may_plan and has_rows
 
-    def plan(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to do now (paused, drained, or all that can run is in flight)."""
+    def plan(self, most_steps: int) -> StepPlan | None:
+        """The next step, or a burst of most_steps at most; None if there is nothing to do now (paused, drained, or all
+        that can run is in flight)."""
         requests = self._requests
         if not self._control.may_plan:
             return None
@@ -49,7 +51,7 @@ class Planning:
         while not draft.num_rows and evictions != requests.counters.num_evictions:
             # An eviction may free what an earlier resident lacked: look again before giving up.
             evictions = requests.counters.num_evictions
-            self._continue_residents(draft)
+            self._continue_residents(draft, most_steps)
             self._admit_waiting(draft)
         if not draft.num_rows:
             return None
@@ -57,15 +59,17 @@ class Planning:
         requests.steps_in_flight += 1
         return draft.finish()
 
-    def _continue_residents(self, draft: PlanDraft) -> None:
+    def _continue_residents(self, draft: PlanDraft, most_steps: int) -> None:
         prefills: list[RequestState] = []
         decodes: list[RequestState] = []
+        num_unfinished = 0
         page_size = self._config.page_size
         host_has_a_say = any(s.needs_host and s.draws_in_flight for s in self._requests.residents)
         for state in tuple(self._requests.residents):
             if not state.is_resident:
                 continue  # evicted for one before it
             planned = state.num_planned
+            num_unfinished += planned < state.last_position
             if planned < state.prefill_end:
                 prefills.append(state)
             elif planned < state.last_position and len(decodes) < draft.tokens_left:
@@ -74,13 +78,32 @@ class Planning:
                 if planned == len(state.pages) * page_size and not self._grow(state, draft):
                     continue
                 decodes.append(state)
-        draft.decode(decodes)
+        lengths = [1] * len(decodes)
+        if most_steps > 1 and 0 < len(decodes) == num_unfinished:
+            lengths = self._burst(draft, decodes, most_steps)
+        draft.decode(decodes, lengths)
         for state in prefills:
             if draft.tokens_left > 0 and state.is_resident:
                 self._prefill(state, draft)
 
     def _prefill(self, state: RequestState, draft: PlanDraft) -> None:
         draft.prefill(state, min(state.prefill_end - state.num_planned, draft.tokens_left))
+
+    def _burst(self, draft: PlanDraft, decodes: list[RequestState], most_steps: int) -> list[int]:
+        """How many steps each row takes part in, with the pages for them. decodes: all that go on."""
+        requests, page_size = self._requests, self._config.page_size
+        left = [state.last_position - state.num_planned for state in decodes]
+        if requests.num_waiting:  # for a slot, which no end may leave empty that is known now
+            is_full = not requests.slots.num_free and len(decodes) == len(requests.residents)
+            most_steps = min(most_steps, *left) if is_full else 1
+        if most_steps == 1 or not all(state.may_burst for state in decodes):
+            return [1] * len(decodes)
+        room = [len(state.pages) * page_size - state.num_planned for state in decodes]
+        lengths, num_pages = budget.burst(left, room, most_steps, requests.pool.num_free, page_size)
+        for state, count in zip(decodes, num_pages, strict=True):
+            if count:
+                draft.grow(state, count)
+        return lengths
 
     def _grow(self, state: RequestState, draft: PlanDraft) -> bool:
         """One more page for a decoding row; without one, somebody is put aside."""

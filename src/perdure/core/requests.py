@@ -57,6 +57,8 @@ class Requests:
         self.live: dict[RequestId, Group] = {}
         self.num_left = 0
         """Live requests, every child counted."""
+        self.num_open = 0
+        """Live requests, not their children, whose tokens somebody may want before the end."""
         self.residents: list[RequestState] = []
         self.waiting = Queue()
         self.counters = Counters()
@@ -67,6 +69,7 @@ class Requests:
         """A new request: it waits, for its first child to begin with the prompt."""
         self.live[group.request.request_id] = group
         self.num_left += group.num_left
+        self.num_open += not group.request.is_closed
         self.counters.num_requests += group.num_left
         for state in group.children:
             self.states[state.arrival] = state
@@ -147,6 +150,7 @@ class Requests:
         group.num_left -= 1
         if not group.num_left:
             del self.live[group.request.request_id]
+            self.num_open -= not group.request.is_closed
 
     def _leave(self, state: RequestState) -> None:
         """Give slot and pages back. Steps in flight may still write to them: whoever gets them next writes later."""
@@ -265,6 +269,7 @@ class Requests:
         held = [state for group in self.live.values() for state in group.held.values()]
         found = sorted(s.arrival for s in (*self.residents, *self.waiting, *held))
         assert sorted(s.arrival for s in living) == found and len(found) == self.num_left
+        assert self.num_open == sum(not group.request.is_closed for group in self.live.values())
         slots = [state.slot for state in self.residents]
         assert len({*slots}) == len(slots) == self.config.max_num_seqs - self.slots.num_free
         assert all(s.in_flight > 0 for s in self.states.values() if s.is_final)

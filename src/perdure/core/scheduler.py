@@ -184,9 +184,15 @@ class Scheduler:
     def is_stopped(self) -> bool:
         return self._control.state is EngineState.STOPPED
 
-    def plan(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to do now (paused, drained, or all that can run is in flight)."""
-        return self._planning.plan()
+    def plan(self, most_steps: int = 1) -> StepPlan | None:
+        """The next step, or None if there is nothing to do now (paused, drained, or all that can run is in flight).
+        most_steps: of a burst, where one may be; the same with the burst's own number gives the same plan."""
+        return self._planning.plan(most_steps)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether everybody who waits here misses no token before the end."""
+        return not self.requests.num_open
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Event]:
         """Take over what a step gave; returns what is to be told."""

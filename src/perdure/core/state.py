@@ -4,7 +4,7 @@ What the samples of one request share is their `Group`.
 
 - `tokens` is prompt and output, append-only; stops, text, prefix keys and results all read this one list.
 - Lengths: known = len(tokens); planned = positions covered once every launched step has run; computed = committed.
-- `in_flight` is written by plan (+) and commit (-), nowhere else.
+- `in_flight` and `in_flight_tokens` are written by plan (+) and commit (-), nowhere else.
 - What the device holds for it (slot, pages, planned, computed) starts anew with each residency; records never do.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from perdure.api.ending import Ending
 from perdure.api.event import Record
+from perdure.api.sampling import ALL_LOGPROBS
 from perdure.api.scores import TokenScores
 from perdure.core.group import Group
 from perdure.core.lifecycle import FINAL, REQUEST_MOVES, Status, moved
@@ -37,7 +38,9 @@ class RequestState:
         "exact",
         "group",
         "in_flight",
+        "in_flight_tokens",
         "last_position",
+        "may_burst",
         "needs_host",
         "nodes",
         "num_computed",
@@ -74,11 +77,15 @@ class RequestState:
         """Positions that will ever be computed: the last token of the budget is sampled, never computed."""
         self.needs_host = bool(params.logits_processors) or params.structured_outputs is not None
         """Whether the host has a say between its tokens: it then has one step in flight at most."""
+        self.may_burst = not self.needs_host and params.logprobs != ALL_LOGPROBS
+        """Whether the device can go on alone for some steps: a whole vocabulary's scores are the host's work, too."""
         self.status = Status.WAITING
         self.tokens = list(request.prompt_token_ids)
         self.scores = TokenScores(listed_ids=params.logprob_token_ids) if params.asks_scores else None
         self.ending: Ending | None = None
         self.in_flight = 0
+        self.in_flight_tokens = 0
+        """Positions that steps in flight compute beyond the known tokens: how many tokens may come, at most."""
         self.num_pauses = 0
         self.num_evictions = 0
         self.epochs: list[tuple[int, int]] = []
@@ -153,7 +160,7 @@ class RequestState:
         """What belongs to a position is there for each, and for none twice. Raises AssertionError."""
         known = len(self.tokens)
         computed = self.num_computed + self.num_copied
-        assert 0 <= computed <= self.num_planned <= max(known + self.in_flight, computed)
+        assert 0 <= computed <= self.num_planned <= max(known + self.in_flight_tokens, computed)
         assert self.prompt_length <= known and self.num_output <= self.stops.max_output
         if self.scores is not None:
             assert self.scores.num_scored == self.num_output

@@ -112,6 +112,8 @@ class StopRule:
             self.reasons.update(dict.fromkeys(end_ids))
         self.sequences = params.stop_token_sequences
         self.strings = StopStrings(params.stop, make_cursor(request)) if params.stop else None
+        self.num_tested = 0
+        """Output tokens that were turned into text, or could not be: the last of them, where that failed."""
 
     @property
     def masked_ids(self) -> tuple[int, ...]:
@@ -139,6 +141,7 @@ class StopRule:
         for at in range(first, len(tokens)):
             count = at + 1 - self.prompt_length
             counts = count >= self.min_tokens and count > self.num_forced
+            self.num_tested = count
             text = self.strings.push(tokens[at], counts) if self.strings is not None else None
             if tokens[at] in self.reasons and counts and count > self.min_tokens:
                 return StopMatch(self.reasons[tokens[at]], count, 1)

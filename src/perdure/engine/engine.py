@@ -29,6 +29,7 @@ from perdure.core.stopping import TextCursor
 from perdure.engine.desk import Desk, Receiver, Reply, is_last
 from perdure.engine.handle import Arrivals
 from perdure.engine.loop import Inbox, Loop
+from perdure.engine.pace import Pace
 from perdure.engine.progress import Reporter
 from perdure.engine.resolve import Resolved, resolve
 from perdure.engine.spelling import text_cursor
@@ -69,6 +70,7 @@ class Engine(Desk):
             journal=journal,
             check=config.check_integrity,
             audit=self._audit,
+            pace=Pace(self.resolved.config.max_burst_ms or 0),
         )
         self._began_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="perdure-loop", daemon=True)

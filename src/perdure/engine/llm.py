@@ -166,7 +166,7 @@ class LLM:
         for at, (prompt, one, request_id) in enumerate(zip(prompts, params, ids, strict=True)):
             ticket = self._engine.ticket()
             try:
-                wanted = submission(prompt, one, request_id, ticket, self.tokenizer, stream=False)
+                wanted = submission(prompt, one, request_id, ticket, self.tokenizer, stream=False, is_closed=True)
             except InvalidValue as error:
                 results[at] = refused_output(request_id, one, error)
                 continue

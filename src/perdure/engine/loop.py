@@ -1,5 +1,6 @@
 """The one loop. `steps_in_flight` makes it synchronous (1) or overlapped (2 and more); nothing else does.
 
+- Each plan may be a burst, of as many steps as `pace` allows.
 - It runs on a thread of its own; callers cross only by `Inbox` and `publish`.
 - A fault outside a step's own rows ends `run` with it; its owner tells whoever waits.
 """
@@ -18,6 +19,7 @@ from perdure.api.event import Event
 from perdure.api.plan import StepPlan
 from perdure.core.journal import Journal
 from perdure.core.scheduler import Scheduler
+from perdure.engine.pace import Pace
 from perdure.runner.base import Device, Ticket
 
 log = logging.getLogger("perdure")
@@ -66,7 +68,8 @@ class Loop:
     """publish(events, time) is called on the loop's thread. check: verify all books after every turn, the owner's
     (`audit`) with them; without it they are looked at whenever there is nothing to do, and what is wrong is logged.
 
-    clock: the one clock of all that is told; journal entries carry its times too.
+    clock: the one clock of all that is told; journal entries carry its times too. pace: how many steps a burst may
+    have; by default there are none.
     """
 
     def __init__(
@@ -81,9 +84,11 @@ class Loop:
         check: bool = False,
         audit: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        pace: Pace | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.steps_in_flight = steps_in_flight
+        self.pace = pace or Pace()
         self._device = device
         self._inbox = inbox
         self._publish = publish
@@ -92,7 +97,10 @@ class Loop:
         self._audit = audit
         self._clock = clock
         self._has_warned = False
-        self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Ticket, float]] = deque()
+        """With the time of its launch."""
+        self._free_at = 0.0
+        """When the device had done all that was committed."""
 
     @property
     def is_done(self) -> bool:
@@ -131,10 +139,12 @@ class Loop:
         self._apply_arrived(block and idle)
         self._launch()
         if self._in_flight:
-            plan, ticket = self._in_flight.popleft()
+            plan, ticket, launched_at = self._in_flight.popleft()
             output = ticket.wait()
             self._apply_arrived(block=False)  # an abort that came while the step ran goes before its output
             now = self._clock()
+            self.pace.took(plan, now - max(launched_at, self._free_at))
+            self._free_at = now
             self._record(Journal.committed, output, now)
             self._tell(self.scheduler.commit(plan, output), now)
         elif directive := self.scheduler.directive():
@@ -171,13 +181,13 @@ class Loop:
 
     def _launch(self) -> None:
         while len(self._in_flight) < self.steps_in_flight:
-            plan = self.scheduler.plan()
+            plan = self.scheduler.plan(self.pace.most_steps(self.scheduler.is_closed))
             now = self._clock()
             self._record(Journal.launched, plan, now)
             self._tell(self.scheduler.told(), now)
             if plan is None:
                 return
-            self._in_flight.append((plan, self._device.launch(plan)))
+            self._in_flight.append((plan, self._device.launch(plan), now))
 
     def _tell(self, events: list[Event], now: float) -> None:
         if self._journal is not None:

@@ -137,15 +137,17 @@ def submission(
     ticket: int,
     tokenizer: Tokenizer | None,
     stream: bool,
+    is_closed: bool = False,
 ) -> cmd.Submit:
-    """What to submit for a prompt or a checkpoint. Raises `InvalidValue`."""
+    """What to submit for a prompt or a checkpoint; stream, is_closed: as of `Request`. Raises `InvalidValue`."""
     if isinstance(prompt, InvalidValue):
         raise prompt
     params = _settled(params, tokenizer)
     if isinstance(prompt, Checkpoint):
-        return cmd.Submit(prompt.as_request(request_id, ticket, stream), prompt)
+        return cmd.Submit(prompt.as_request(request_id, ticket, stream, is_closed=is_closed), prompt)
     token_ids, text = token_ids_of(prompt, tokenizer)
-    return cmd.Submit(Request(request_id, ticket, token_ids, params, text, stream, salt_of(prompt)))
+    salt = salt_of(prompt)
+    return cmd.Submit(Request(request_id, ticket, token_ids, params, text, stream, salt, is_closed=is_closed))
 
 
 def name_of(prompt: PromptOrError, given: RequestId | None) -> RequestId | None:

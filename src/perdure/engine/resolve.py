@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from perdure.runner.cuda.runner import CudaRunner
 
 MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+MAX_BURST_MS = {"cpu": 0, "cuda": 0}  # a step is long on a CPU, and the host the same
 
 POOL_SHARE = 4
 """The pool takes at most one part in so many of the memory that is free."""
@@ -86,6 +87,7 @@ class Resolved:
             "pool": self.pool,
             "enable_prefix_caching": core.enable_prefix_caching,
             "steps_in_flight": self.config.steps_in_flight,
+            "max_burst_ms": self.config.max_burst_ms,
             "batch_invariant": self.config.batch_invariant,
             **({} if isinstance(self.runner, Runner) else on_cuda.describe(self.config, self.runner)),
             "weights_digest": self.loaded.weights.digest,
@@ -152,12 +154,13 @@ def _for_device(config: EngineConfig) -> EngineConfig:
         raise InvalidValue(f"device='cuda': torch {torch.__version__} finds no CUDA device here")
     if device == "cpu" and config.kv_memory == "managed":
         raise InvalidValue("kv_memory='managed' is for device='cuda': on a CPU there is one memory")
-    most, invariant = config.max_num_batched_tokens, config.batch_invariant
+    most, invariant, burst_ms = config.max_num_batched_tokens, config.batch_invariant, config.max_burst_ms
     return replace(
         config,
         device=device,
         max_num_batched_tokens=MAX_BATCHED_TOKENS[device] if most is None else most,
         batch_invariant=device == "cpu" if invariant is None else invariant,
+        max_burst_ms=MAX_BURST_MS[device] if burst_ms is None else burst_ms,
     )
 
 

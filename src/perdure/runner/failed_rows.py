@@ -55,6 +55,13 @@ def without_rows(plan: StepPlan, failed: Mapping[int, Failure]) -> StepPlan:
     return replace(plan, **columns, tokens=tokens, targets=targets)
 
 
+def failed_output(plan: StepPlan, why: Failure) -> StepOutput:
+    """Every row failed."""
+    num_rows = len(plan.slot)
+    errors = [(row, why) for row in range(num_rows)]
+    return StepOutput(plan.step, [0] * num_rows, [], ScoreColumns.empty(), ScoreColumns.empty(), errors)
+
+
 def with_rows(output: StepOutput, failed: Mapping[int, Failure], plan: StepPlan) -> StepOutput:
     """The output of `without_rows(plan, failed)` as one of the whole plan, the rows left out being errors."""
     kept = [row for row in range(len(plan.slot)) if row not in failed]

@@ -6,7 +6,7 @@
   before use.
 - Its weights are a number that changes the content of every position.
 - A row whose settings look back draws by its whole history, and fails if that is not the true one; a row that the host
-  has a say in fails if two of its draws are in flight.
+  has a say in fails if two of its draws are in flight, or a burst of them.
 - Nothing is executed before somebody waits for it, so a decision that needs a result in flight cannot be right by luck.
 - Each plan is encoded and decoded on its way in.
 """
@@ -136,6 +136,11 @@ class FakeDevice:
         for request in plan.request:
             if request in self._host_has_a_say and request in drawing:
                 raise DeviceFault(f"request {request} is planned before its last token is known to the host")
+        if plan.num_steps > 1:
+            if self._host_has_a_say & {*plan.request}:
+                raise DeviceFault("a burst with a row that the host has a say in")
+            if any(start != DEVICE_POSITION for start in plan.start) or not all(plan.sample):
+                raise DeviceFault("a burst with a row that does not decode")
 
     def check(self, rows: Sequence[DeviceRow]) -> None:
         for row in rows:
@@ -235,8 +240,15 @@ class FakeDevice:
             targets = plan.targets[target_at : target_at + plan.num_targets[row]]
             token_at += len(given)
             target_at += len(targets)
-            left_out = row in failed and row not in draw_nothing
-            made.num_sampled.append(0 if left_out else self._run_row(plan, row, given, targets, made))
+            turns = plan.length[row] if plan.start[row] == DEVICE_POSITION else 1
+            if row in draw_nothing:  # in any of them
+                good = plan.step % turns
+                turns = good + 1
+            else:
+                good = 0 if row in failed else turns
+                turns = good
+            drawn = [self._run_row(plan, row, given, targets, made, turn < good) for turn in range(turns)]
+            made.num_sampled.append(sum(drawn))
         return made.output(plan.step)
 
     def _copy(self, plan: StepPlan) -> None:
@@ -248,7 +260,10 @@ class FakeDevice:
                 raise DeviceFault(f"{length} positions of page {source} are copied, and not all were written")
             self._kv[target, :length] = content
 
-    def _run_row(self, plan: StepPlan, row: int, given: list[int], targets: list[int], made: Made) -> int:
+    def _run_row(
+        self, plan: StepPlan, row: int, given: list[int], targets: list[int], made: Made, may_draw: bool
+    ) -> int:
+        """One step of the row; how many tokens it drew."""
         slot = plan.slot[row]
         settings = self._settings[slot]
         if settings is None or settings.request != plan.request[row]:
@@ -264,7 +279,7 @@ class FakeDevice:
                 raise DeviceFault(f"slot {slot}: a score of position {at} from positions {start} to {end - 1}")
             self._score(made.prompt_records, row, at, before, target, settings.num_prompt_logprobs)
         self._position[slot] = end
-        if not plan.sample[row] or slot in self._failed:
+        if not plan.sample[row] or not may_draw:
             return 0
         known = self._read(content)
         history = self._history[slot]

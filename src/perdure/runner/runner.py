@@ -23,7 +23,8 @@ from perdure.models.weight_set import WeightSet
 from perdure.ops.attention import CacheShape, make_attention
 from perdure.ops.kv_write import plan_kv_write
 from perdure.ops.native import library
-from perdure.runner.failed_rows import FailedRows, with_rows, without_rows
+from perdure.runner.bursts import joined, steps_of
+from perdure.runner.failed_rows import FailedRows, failed_output, with_rows, without_rows
 from perdure.runner.functions import Functions
 from perdure.runner.grammars import Grammars
 from perdure.runner.inputs import PackedStep, pack
@@ -107,10 +108,24 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run the step. A row's own failure is an entry of `errors`; an exception means that the whole step failed, and
         the caller must say so by `fail`."""
+        if plan.num_steps > 1:
+            return joined(plan, [(rows, self._step_of_burst(step)) for rows, step in steps_of(plan)])
+        return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepOutput:
         failed = self._failed.of(plan)
         output = self._run(plan) if not failed else with_rows(self._run(without_rows(plan, failed)), failed, plan)
         self._failed.learn(plan.slot, output.errors)
         return output
+
+    def _step_of_burst(self, step: StepPlan) -> StepOutput:
+        """One that raises takes nothing from those before it."""
+        try:
+            return self._execute(step)
+        except Exception as error:
+            why = Failure.of_step(error)
+            self.fail(step.slot, why)
+            return failed_output(step, why)
 
     def check(self, rows: Iterable[DeviceRow]) -> None:
         """The device rows hold what the core says they do. Raises AssertionError."""

@@ -13,7 +13,8 @@ from queue import SimpleQueue
 
 from perdure.api.directive import Directive, Outcome
 from perdure.api.ending import Failure
-from perdure.api.plan import DeviceRow, ScoreColumns, StepOutput, StepPlan
+from perdure.api.plan import DeviceRow, StepOutput, StepPlan
+from perdure.runner.failed_rows import failed_output
 from perdure.runner.runner import Runner
 
 
@@ -88,10 +89,3 @@ class ThreadedRunner:
             why = Failure.of_step(error)
             self._runner.fail(plan.slot, why)
             return failed_output(plan, why)
-
-
-def failed_output(plan: StepPlan, why: Failure) -> StepOutput:
-    """Every row failed."""
-    num_rows = len(plan.slot)
-    errors = [(row, why) for row in range(num_rows)]
-    return StepOutput(plan.step, [0] * num_rows, [], ScoreColumns.empty(), ScoreColumns.empty(), errors)

@@ -38,6 +38,7 @@ SETTINGS = (
     ("attention", "attention_backend"),
     ("linear", "linear_backend"),
     ("steps_in_flight", "steps_in_flight"),
+    ("max_burst_ms", "max_burst_ms"),
     ("max_num_seqs", "max_num_seqs"),
     ("max_num_batched_tokens", "max_num_batched_tokens"),
     ("page_size", "page_size"),

@@ -36,7 +36,7 @@ from perdure.runner.cuda.sampler import DeviceSampler, Parts, filter_of, score_p
 from perdure.runner.cuda.scores import PendingScores
 from perdure.runner.cuda.step import StepColumns, StepSize, blocks_of
 from perdure.runner.cuda.ticket import Launched, StagedStep, Staging, StepTicket
-from perdure.runner.failed_rows import FailedRows, with_rows, without_rows
+from perdure.runner.failed_rows import FailedRows, failed_output, with_rows, without_rows
 from perdure.runner.functions import Functions
 from perdure.runner.grammars import Grammars
 from perdure.runner.inputs import Ints, PackedStep, Targets, pack
@@ -45,7 +45,6 @@ from perdure.runner.memory import Memory
 from perdure.runner.row_store import RowStore
 from perdure.runner.sampler import TARGET_SLICE, Sampler, ScoreEntries
 from perdure.runner.shapes import Shape, ShapeRules, ShapeSet
-from perdure.runner.worker import failed_output
 
 
 class CudaRunner:

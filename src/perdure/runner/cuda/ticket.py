@@ -21,10 +21,9 @@ from perdure.api.plan import StepOutput, StepPlan
 from perdure.ops.triton.adjust import FINE, STALE, UNUSABLE
 from perdure.ops.triton.adjust import NOTHING_LEFT as LEAVES_NOTHING
 from perdure.runner.cuda.scores import PendingScores
-from perdure.runner.failed_rows import with_rows
+from perdure.runner.failed_rows import failed_output, with_rows
 from perdure.runner.inputs import Ints
 from perdure.runner.sampler import ScoreEntries
-from perdure.runner.worker import failed_output
 
 NONE: Ints = np.empty(0, np.int64)
 

@@ -1,0 +1,36 @@
+"""How many steps a burst may have: what fits the time it may last, by how long steps of decoding took lately.
+
+Whoever comes meanwhile, to submit or to abort, waits for its end. So it is short where anybody may want a token soon.
+"""
+
+from __future__ import annotations
+
+from perdure.api.plan import StepPlan
+
+MOST_STEPS = 16
+"""By then a step's share of the host's work is small, and of rows that end inside not much is computed in vain."""
+
+SERVING_MS = 10
+"""How long a burst lasts at most where not every request is of a closed call."""
+
+
+class Pace:
+    """max_burst_ms: how long a burst may last; 0 = there are none."""
+
+    def __init__(self, max_burst_ms: float = 0) -> None:
+        self._max_burst_ms = max_burst_ms
+        self._step_s: float | None = None
+
+    def most_steps(self, is_closed: bool) -> int:
+        """Of the next burst, if there can be one; 1 until a step was measured. is_closed: of every live request."""
+        if not self._max_burst_ms or self._step_s is None:
+            return 1
+        allowed = self._max_burst_ms if is_closed else min(self._max_burst_ms, SERVING_MS)
+        return int(max(1.0, min(MOST_STEPS, 1e-3 * allowed / max(self._step_s, 1e-6))))
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """The device had this plan for so long."""
+        if plan.tokens:
+            return  # a prompt's step says nothing of others
+        step_s = seconds / plan.num_steps
+        self._step_s = step_s if self._step_s is None else self._step_s + (step_s - self._step_s) / 4

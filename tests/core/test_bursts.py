@@ -1,0 +1,143 @@
+"""Several steps of decoding in one plan: when there are some, how many, and what commit makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from perdure.api.ending import Failure
+from perdure.api.plan import StepPlan
+from perdure.core import budget
+from perdure.engine.pace import MOST_STEPS, Pace
+from tests.core.helpers import Bench, request
+from tests.witness import witness
+
+
+@pytest.mark.parametrize(
+    ("left", "room", "most", "num_free", "lengths", "pages"),
+    [
+        ([100, 100], [4, 1], 16, 99, [16, 16], [3, 4]),  # a page of 4 for what the row's own do not hold
+        ([100, 100], [4, 1], 7, 99, [4, 4], [0, 1]),  # a power of two
+        ([100, 100], [4, 1], 16, 6, [8, 8], [1, 2]),  # as far as there are pages
+        ([5], [1], 16, 99, [4], [1]),  # nobody would be left for more
+        ([3] + [100] * 15, [50] * 16, 16, 99, [3] + [16] * 15, [0] * 16),  # one may end inside
+        ([3, 100], [50, 50], 16, 99, [3, 4], [0, 0]),  # and not half of them
+        ([1, 1], [1, 1], 16, 99, [1, 1], [0, 0]),
+    ],
+)
+def test_how_long_a_burst_is(
+    left: list[int], room: list[int], most: int, num_free: int, lengths: list[int], pages: list[int]
+) -> None:
+    assert budget.burst(left, room, most, num_free, 4) == (lengths, pages)
+
+
+def begun(*prompts: list[int], **params: Any) -> Bench:
+    """A bench whose requests decode, each with one token so far."""
+    bench = Bench(max_num_seqs=3)
+    for number, ids in enumerate(prompts):
+        bench.submit(number, ids, **{"max_tokens": 40, "ignore_eos": True, **params})
+    bench.step()
+    return bench
+
+
+def next_plan(bench: Bench) -> StepPlan:
+    plan = bench.launch(16)
+    assert plan is not None
+    bench.commit()
+    return plan
+
+
+def test_a_burst_has_its_pages_before_it_is_launched() -> None:
+    bench = begun([1, 2, 3], [4, 5])
+    plan = next_plan(bench)
+    assert plan.length == [16, 16] and plan.num_steps == 16
+    states = bench.scheduler.requests.residents
+    assert [len(state.pages) for state in states] == [5, 5] and len(plan.fresh_pages) == 8
+    assert [(state.num_output, state.num_computed) for state in states] == [(17, 19), (17, 18)]
+
+
+def test_there_is_none_while_somebody_could_be_taken_in_or_computes_a_prompt() -> None:
+    bench = begun([1, 2, 3], [4, 5])
+    bench.submit("long", list(range(30)) + [1] * 10, max_tokens=30)
+    assert next_plan(bench).num_steps == 1 and next_plan(bench).num_steps == 1
+    assert next_plan(bench).length == [16, 16, 16]
+
+
+def test_who_waits_for_a_slot_finds_it_when_the_first_row_ends() -> None:
+    bench = begun([1, 2], [3, 4], [5, 6], max_tokens=11)
+    bench.submit("late", [7, 8], max_tokens=3)
+    assert next_plan(bench).length == [8, 8, 8]  # of the ten that are left
+    assert next_plan(bench).length == [2, 2, 2]
+    assert next_plan(bench).request == [3]
+
+
+@pytest.mark.parametrize("asked", [{"logits_processors": ["any:function"]}, {"logprobs": -1}])
+def test_there_is_none_with_a_row_that_needs_the_host(asked: dict[str, Any]) -> None:
+    bench = begun([1, 2, 3])
+    bench.submit("needs the host", [4, 5], max_tokens=4, ignore_eos=True, **asked)
+    plans = []
+    while (plan := bench.launch(16)) is not None:
+        bench.commit()
+        plans.append(plan)
+    assert {len(plan.slot) for plan in plans if plan.num_steps > 1} == {1}
+
+
+def test_each_row_ends_where_it_would_have_step_by_step() -> None:
+    """Ends, scores, cached pages and counts are those of single steps."""
+    found = []
+    for most_steps in (1, 4, 16):
+        bench = Bench(max_num_seqs=8, end_token_ids=(0,))
+        for number in range(6):
+            asked: dict[str, Any] = {"max_tokens": 5 + 7 * number, "temperature": 1.0, "seed": number, "logprobs": 1}
+            asked |= {"ignore_eos": True} if number % 2 else {"stop_token_ids": [5, 6], "min_tokens": number}
+            bench.submit(number, [number + 1, 2, 3], **asked)
+        bench.run(most_steps)
+        records = [bench.ended(number) for number in range(6)]
+        index = bench.scheduler.requests.cache.index
+        stats = bench.scheduler.stats()
+        found.append((records, len(index._nodes), stats.num_generated_tokens))
+        ends = {record.finish_reason for record in records}
+        assert ends == {"stop", "length"}, "this shows nothing"
+        if most_steps > 1:
+            witness("burst-ends", most_steps=most_steps, num_steps=stats.num_steps, ends=", ".join(sorted(ends)))
+    assert found[0] == found[1] == found[2]
+
+
+def test_what_fails_behind_a_stop_does_not_show() -> None:
+    """A row fails in the second step of a burst; it keeps the token before, or has ended by it."""
+    alone = begun([1, 2, 3])
+    alone.run()
+    token_ids = alone.ended(0).token_ids
+    for stop_at, reason in ((1, "stop"), (9, "error")):
+        bench = begun([1, 2, 3], stop_token_sequences=[token_ids[stop_at - 1 : stop_at + 1]])
+        plan = bench.launch(4)
+        assert plan is not None and plan.length == [4]
+        bench.device._fail = lambda plan: {0: Failure("StepFailed", "planted")}
+        bench.commit()
+        record = bench.ended(0)
+        assert (record.finish_reason, record.token_ids) == (reason, token_ids[:2])
+
+
+def test_pace_allows_what_fits_the_time() -> None:
+    bench = begun([1, 2, 3])
+    plan = next_plan(bench)
+    pace = Pace(200)
+    assert pace.most_steps(is_closed=True) == 1  # nothing was measured
+    pace.took(plan, 16 * 0.025)
+    assert pace.most_steps(is_closed=True) == 8 and pace.most_steps(is_closed=False) == 1
+    for _ in range(40):
+        pace.took(plan, 16 * 0.002)
+    assert pace.most_steps(is_closed=True) == MOST_STEPS and pace.most_steps(is_closed=False) in (4, 5)
+    off = Pace(0)
+    off.took(plan, 0.001)
+    assert off.most_steps(is_closed=True) == 1
+
+
+def test_a_closed_call_is_one_while_nobody_else_is_there() -> None:
+    bench = Bench()
+    assert bench.scheduler.is_closed
+    bench.submit("open", [1, 2], max_tokens=2)
+    assert not bench.scheduler.is_closed and not request("open", [1]).is_closed
+    bench.run()
+    assert bench.scheduler.is_closed
