@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
+
 from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.event import Failure
 from perdure.api.fingerprint import Fingerprint
+from perdure.api.moment import MomentKind
+from perdure.api.request import Request
+from perdure.api.sampling import SamplingParams
 from perdure.coordinator import messages as m
 from perdure.engine.bridge import Bridge, Condition
 
+_part = msgspec.msgpack.Decoder(m.Part).decode
+
 
 class Host:
-    """Keeps what it is told."""
+    """Keeps what it is told. sent: to its engine."""
 
     def __init__(self) -> None:
         self.tickets = itertools.count(1)
         self.applied: list[m.Asked] = []
+        self.sent: list[cmd.Command] = []
         self.fetching: set[int] = set()
         self.bridge = Bridge(self)
 
@@ -25,7 +33,7 @@ class Host:
         return next(self.tickets)
 
     def send(self, command: cmd.Command) -> None:
-        raise AssertionError(command)
+        self.sent.append(command)
 
     def prepare(self, ask: int, order: m.Asked, source: str | None) -> None:
         if source is None:
@@ -92,3 +100,28 @@ def test_weights_that_do_not_come_to_their_end_are_forgotten() -> None:
     host.bridge.take(m.Piece(1, 4, failure=gone), ())
     assert not host.fetching and (m.Answer(1, gone), ()) in host.bridge.flush()
     host.bridge.check_idle()
+
+
+def test_what_happens_while_a_prompt_is_computed_is_told_at_once() -> None:
+    """Once: the first token takes along what came after it, and a turn in which nothing changed is no message."""
+    host = Host()
+    bridge, request = host.bridge, Request("", 0, [1, 2, 3, 4], SamplingParams(max_tokens=3))
+    bridge.take(m.Submit(7, []), [msgspec.msgpack.encode(cmd.Submit(request))])
+    (submitted,) = host.sent
+    assert isinstance(submitted, cmd.Submit)
+    ticket = submitted.request.ticket
+
+    def happened(*kinds: MomentKind) -> list[list[str]]:
+        """Kinds of moments in each part that is sent."""
+        for kind in kinds:
+            bridge.told(ev.Moment(ticket, kind, 2), 0.0)
+        found = [(message, frames) for message, frames in bridge.flush() if isinstance(message, m.Parts)]
+        return [[one.kind for one in _part(f).moments] if f else [] for _, frames in found for f in frames]
+
+    assert happened("queued") == [], "that is what everybody takes it for"
+    assert happened("scheduled") == [["queued", "scheduled"]]
+    assert happened() == []
+    assert happened("chunk") == [["chunk"]]
+    bridge.told(ev.Progress(ticket, 0, [5], None, 0), 0.0)
+    assert happened("chunk", "first_token") == [[], ["chunk", "first_token"]]
+    assert happened("paused", "resumed") == [["paused", "resumed"]]

@@ -10,6 +10,7 @@ from perdure.api import command as cmd
 from perdure.api.event import Failure
 from perdure.api.fingerprint import Fingerprint
 from perdure.coordinator import messages as m
+from perdure.coordinator.agreement import Agreement
 from tests.coordinator.bench import Bench
 
 A = 100
@@ -252,3 +253,16 @@ def test_a_request_that_moves_when_a_decision_falls_comes_after_it() -> None:
     bench.lose(owner)
     bench.outgoing += bench.router.take_outgoing()
     assert [type(message) for to, message, _ in bench.outgoing if to == other] == [m.Apply, m.Submit]
+
+
+def test_weights_say_nothing_of_the_state_of_who_lacked_them() -> None:
+    """Met in the simulation: replicas that lacked weights had not heard of the resume, and their state was taken for
+    that of all; the others then served in another one."""
+    agreement = Agreement()
+    agreement.took_place(cmd.Pause(0), None, [])
+    agreement.took_place(cmd.Resume(0), None, [])
+    paused = m.Answer(1, None, None, Fingerprint(), "paused", 7)
+    agreement.took_place(update(7), "weights-7", [paused])
+    assert agreement.now[:3] == ("running", 7, "weights-7")
+    about = m.About(0, "k", Fingerprint(), "paused", 7, "weights-7", b"")
+    assert agreement.missing(about) == [(cmd.Resume(0), None)]

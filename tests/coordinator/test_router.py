@@ -326,3 +326,17 @@ def test_who_looks_sees_loads_owners_and_the_lost() -> None:
     assert look()[0] == [(0, "serving", 4, 8.0)], "one that says farewell is not lost"
     bench.lose(1)
     assert look() == ([(0, "lost", 0, 0.0)], []), "with nobody there it is answered too"
+
+
+def test_what_happened_without_a_token_is_passed_on_and_says_nothing_of_weights() -> None:
+    """Whatever weights there are when the first token comes, it is they that it comes from."""
+    bench = Bench()
+    bench.submit(A, 0)
+    (submitted,) = bench.sent(1, m.Submit)
+    serial = submitted.number
+    bench.admit(1, serial)
+    bench.take(1, m.Parts([serial], [0], [0], [0], [[]]), [b"scheduled"])
+    assert bench.sent(A, m.Parts) == [m.Parts([0], [0], [0], [0], [[]])]
+    bench.part(1, serial, 0, [5], epoch=7)
+    (entry,) = bench.router.entries.all
+    assert entry.sample(0).epochs == [(0, 7)]

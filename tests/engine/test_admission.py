@@ -321,6 +321,19 @@ def test_T23_a_list_of_another_length_is_refused(make_llm: MakeLLM) -> None:
         llm.generate([[1], [2]], settings(), request_ids=["one"])
 
 
+def test_an_id_that_can_be_none_is_refused_alone(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    given: list[Any] = ["a", 1.5, None, True, 10**5000]
+    results = llm.generate([A_PROMPT] * 5, settings(max_tokens=2), request_ids=given)
+    assert [len(result.outputs[0].token_ids) for result in results] == [2, 0, 2, 0, 0]
+    for result, shown in zip(results, (None, "1.5", None, "True", "<int of 16610 bits>"), strict=True):
+        message = f"request_id={shown} is neither" if shown != "<int of 16610 bits>" else f"request_id={shown} fits"
+        assert (result.error is None) == (shown is None) and (shown is None or message in str(result.error))
+    assert results[0].request_id == "a" and len({result.request_id for result in results}) == 5
+    with pytest.raises(InvalidValue, match=r"request_id=1\.5 is neither"):
+        llm.generate("a", settings(), request_ids=[1.5])  # type: ignore[list-item]
+
+
 @DEPTHS
 @pytest.mark.parametrize("wrong", ["too long", "never fits", "out of range", "live id", "suspended"])
 def test_s12_an_invalid_request_gets_one_reply_and_leaves_no_entry(
@@ -380,7 +393,7 @@ def test_an_integer_too_long_to_be_written_is_refused_like_any_other(make_llm: M
     assert all(isinstance(result.error, InvalidValue) for result in results if result.error is not None)
     assert "prompt_token_ids[0]=<int of 16610 bits>" in str(results[0].error)
     for call in (
-        lambda: llm.generate([[1]], request_ids=[huge]),
+        lambda: llm.generate("a", request_ids=[huge]),
         lambda: llm.generate([[1]], request_ids={huge}),  # type: ignore[arg-type]
         lambda: llm.generate(huge),  # type: ignore[arg-type]
         lambda: llm.abort(huge),

@@ -20,6 +20,7 @@ from perdure.api.structured import StructuredOutputsParams
 from perdure.engine.tokenizer import Tokenizer, load_tokenizer
 from perdure.models.tiny import EOS_ID, make_tiny_llama
 from perdure.ops.adjust import NO_IDS, StepAdjustments, adjust
+from perdure.runner.ends_named import goes_on_after
 from perdure.runner.grammars import NUM_IDLE, SPELLS_SPECIAL, Grammars
 from perdure.runner.masks import Masks, Walk, Wanted
 from tests.engine.test_spelling import llama_bpe
@@ -154,9 +155,42 @@ def test_an_end_id_that_a_grammar_names_ends_what_is_complete(name: str, tiny: H
     for grammar, allowed in after_a.items():
         walk = Walk(tiny.ready(grammar=grammar), ends_last=False)
         assert [token for token in tiny.allowed(walk, [letters["a"]]) if token in (EOS_ID, letters["b"])] == allowed
-    for grammar, output in ((f'start: "a" {name} "b"', [letters["a"]]), (f'start: {name} "b"', [])):
-        with pytest.raises(AssertionError, match=f"end id {EOS_ID}, and the output would end incomplete"):
-            tiny.allowed(Walk(tiny.ready(grammar=grammar), ends_last=False), output)
+    hidden = Walk(tiny.ready(grammar=f'start: "a" ("b" {name} "c" | "d")'), ends_last=False)
+    with pytest.raises(AssertionError, match=f"end id {EOS_ID}, and the output would end incomplete"):
+        tiny.allowed(hidden, [letters["a"], letters["b"]])
+
+
+A_WAY = [
+    'start: "a" END',
+    'start: "a" (END "b")?',
+    'start: "a" (END "b" | "b")',
+    'start: a b\na: "x" END\nb: "y"?',
+    'start: "a" END /y*/',
+    'start: a+\na: "x" END',
+    'start: ("a" | "b") END "c"\n  | "d"',
+    'start: "a" END ("b"){0,3}',
+    'start: ("a" | "b") start',
+]
+NO_WAY = [
+    'start: END "b"',
+    'start: "a" END "b"',
+    'start: "a" END "b" // for now',
+    'start: a b\na: "x" END\nb: "y"',
+    'start: TEXT END "x"\nTEXT: /a+/',
+    'start: ("a" | "b") END "c" | "d" END "e"',
+    'start: "a" start | END "x"',
+    'start: "a" END ("b"){1,3}',
+    'start: %json {"type": "object"} END "x"',
+]
+
+
+@pytest.mark.parametrize("name", ["</s>", f"<[{EOS_ID}]>"])
+def test_a_grammar_that_only_goes_on_after_an_end_id_is_refused(name: str, tiny: Held) -> None:
+    for grammar in A_WAY:
+        assert not goes_on_after(grammar.replace("END", name), {name}), grammar
+    for grammar in NO_WAY:
+        with pytest.raises(InvalidValue, match=r"structured_outputs\.grammar=.*goes on after an end id that it names"):
+            tiny.ready(grammar=grammar.replace("END", name))
 
 
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [

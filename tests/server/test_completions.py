@@ -118,6 +118,8 @@ def test_a_refusal_has_the_requests_id_too(server: Running) -> None:
     ):
         answer = server.post(PATH, **body)
         assert answer.status_code >= 400 and answer.headers["x-request-id"].startswith(id_of), answer.text
+    for answer, status in ((server.http.get("/nowhere"), 404), (server.http.delete(PATH), 405)):
+        assert answer.status_code == status and answer.headers["x-request-id"].startswith("refused-"), answer.text
 
 
 def test_max_tokens_is_16_unless_given(server: Running) -> None:

@@ -6,15 +6,22 @@ import asyncio
 import json
 import random
 import signal
+import socket
+import struct
+import threading
 import time
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
 
 from perdure import LLM, SamplingParams
+from perdure.server.stream import EventStream
 from tests.server.conftest import Running, running
 from tests.server.started import ENDLESS, PATH, ends, in_flight, process
 from tests.witness import witness
@@ -257,3 +264,41 @@ def test_t68_requests_inside_finish_while_new_ones_are_refused(tiny: Path) -> No
         assert ends(found) == ["length"] * 3
         assert [sum(len(part["token_ids"]) for part in events) for events in found] == [300] * 3
         witness("T68-30", tokens=900)
+
+
+def test_a_stream_whose_reader_went_is_written_to_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    """Many events are ready at once, and the connection breaks at the first of them: asyncio has nothing to complain
+    of."""
+    is_gone, told = threading.Event(), list[int]()
+
+    async def events() -> AsyncGenerator[bytes]:
+        yield b"data: 0\n\n"
+        is_gone.wait(20)  # as a loop that is busy with others
+        for at in range(1, 100):
+            told.append(at)
+            yield b"data: %d\n\n" % at
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await EventStream(events(), lambda: None, {})(scope, receive, send)
+
+    async def main() -> None:
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            serving = asyncio.create_task(server.serve([listening]))
+            await asyncio.to_thread(leave, listening.getsockname()[1])
+            while not told or asyncio.all_tasks() - {asyncio.current_task(), serving}:
+                await asyncio.sleep(0.01)
+            server.should_exit = True
+            await serving
+
+    def leave(port: int) -> None:
+        """Reset the connection after its first event."""
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            while b"data: 0" not in client.recv(4096):
+                pass
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        is_gone.set()
+
+    asyncio.run(main())
+    assert len(told) < 10 and "socket.send() raised exception" not in caplog.text

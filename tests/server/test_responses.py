@@ -97,6 +97,9 @@ def test_reasoning_is_an_item(server: Running) -> None:
     assert laid_out["output"]
 
 
+WRONG = {"type": "json_schema", "name": "n", "schema": {"type": "strin"}}
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -105,6 +108,14 @@ def test_reasoning_is_an_item(server: Running) -> None:
         ({"input": [{"type": "reasoning", "content": [1]}]}, "input[0] is reasoning"),
         ({"input": "a", "n": 2}, "n=2"),
         ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema is missing"),
+        (
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"$ref": "#"}}}},
+            "text.format.schema=",
+        ),
+        ({"input": "a", "text": {"format": WRONG}}, 'text.format.schema={"type": "strin"}: Invalid type'),
+        ({"input": "a", "text": {"format": WRONG}, "structured_outputs": {"regex": "a"}}, "text.format and struct"),
+        ({"input": "a", "text": {"format": WRONG}, "tools": [FUNCTION], "tool_choice": "required"}, "text.format some"),
+        ({"input": "a", "max_output_tokens": -1}, "max_output_tokens=-1"),
         ({"input": "a", "previous_response_id": "r"}, "previous_response_id is no field"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type='web_search'"),
     ],
@@ -112,3 +123,22 @@ def test_reasoning_is_an_item(server: Running) -> None:
 )
 def test_a_wrong_body_is_refused(server: Running, body: dict[str, Any], words: str) -> None:
     assert words in server.refused(PATH, **body)["message"]
+
+
+def test_a_fault_names_the_field_that_the_client_gave(server: Running) -> None:
+    """In the words of each endpoint, also where it is found once the answer would have begun."""
+    wrong = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "strin"}}}
+    messages = [{"role": "user", "content": "a"}]
+    for path, body, field in (
+        (PATH, {"input": "a", "text": {"format": WRONG}, "stream": True}, "text.format.schema"),
+        (PATH, {"input": "a", "structured_outputs": {"json": {"type": "strin"}}}, "structured_outputs"),
+        (
+            "/v1/chat/completions",
+            {"messages": messages, "response_format": wrong},
+            "response_format.json_schema.schema",
+        ),
+        ("/v1/chat/completions", {"messages": messages, "max_completion_tokens": -3}, "max_completion_tokens"),
+        ("/v1/completions", {"prompt": ["a", "b"], "response_format": wrong}, "response_format.json_schema.schema"),
+    ):
+        error = server.refused(path, **body)
+        assert error["param"] == field and error["message"].startswith(field), error

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from torch.distributed import TCPStore
 
 from perdure import LLM, SamplingParams
 from perdure.models.tiny import make_tiny_llama
@@ -125,13 +126,29 @@ def training(file: Path, count: int) -> Iterator[tuple[subprocess.Popen[str], in
         trainer.wait()
 
 
+def test_a_group_that_does_not_come_about_is_one_line(own: Running, capfd: pytest.CaptureFixture[str]) -> None:
+    """No server there, no such name, no peer: nothing of torch's on stderr, and the next one may be asked for."""
+    patience: dict[str, Any] = {"master_address": "127.0.0.1", "timeout_s": 0.2}
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    capfd.readouterr()
+    for wrong, status, words in (
+        ({"master_port": port}, 409, f"no group of 2 came about at 127.0.0.1:{port}: nobody listens there"),
+        ({"master_port": store.port}, 409, "the others did not come in 0.2 s"),
+        ({"master_port": 9, "master_address": "no such name"}, 400, "master_address='no such name' is no address"),
+        ({"master_port": 9, "rank": 2}, 400, "rank=2 is out of range"),
+        ({"master_port": 9, "rank": 0}, 400, "rank=0 is the trainer's"),
+    ):
+        assert words in own.refused("/init_weight_group", status, **{**patience, **wrong})["message"]
+    assert capfd.readouterr().err == ""
+
+
 def test_a_trainer_broadcasts(own: Running, other: Path, expected: str, tiny: Path, tmp_path: Path) -> None:
     own.told("/weights", weights=str(tiny))
     before = told(own)
     tensors = laid_out(other, tmp_path / "unused")
     assert "no group" in own.refused("/weights", 409, broadcast={"tensors": tensors})["message"]
-    nobody = {"master_address": "127.0.0.1", "master_port": 9, "timeout_s": 0.1}
-    assert "no group of 2 came about" in own.refused("/init_weight_group", 409, **nobody)["message"]
     with training(other, len(tensors)) as (_, port):
         own.told("/init_weight_group", master_address="127.0.0.1", master_port=port, rank=1, world_size=2)
         again = own.refused("/init_weight_group", 409, master_address="127.0.0.1", master_port=port)

@@ -49,7 +49,9 @@ class Agreement:
                 known = source if has_weights else known
         # what is no order is answered while orders wait, and says nothing of what holds after them
         if isinstance(order, cmd.Order) and done and done[0].state != "stopped":
-            state, epoch = done[0].state, done[0].weight_epoch
+            epoch = done[0].weight_epoch
+            # weights reach those, too, that no order reached that would have changed their state
+            state = state if isinstance(order, cmd.UpdateWeights) else done[0].state
         self.now = Agreed(state, epoch, known, None if state == "running" else halt)
 
     def adopt(self, about: About, is_alone: bool) -> bool:

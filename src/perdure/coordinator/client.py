@@ -286,6 +286,8 @@ class Submissions:
                 live.take_prompt_scores(part.prompt_scores)
                 told += live.moments(part.moments)
                 scores = part.scores
+            if not token_ids:
+                continue
             sample.grow(token_ids, [(first, epoch)], scores)
             if live.request.stream:
                 own = None if sample.scores is None else sample.scores.cut(first, first + len(token_ids))

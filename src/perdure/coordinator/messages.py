@@ -155,7 +155,7 @@ class Admitted(msgspec.Struct, frozen=True, tag=8, array_like=True):
 
 class Parts(msgspec.Struct, frozen=True, tag=9, array_like=True):
     """New tokens of several samples, columns by sample; a frame each, a `Part` or empty. children: which sample of its
-    request. firsts: output indices."""
+    request. firsts: output indices. Without a token it tells only what happened."""
 
     numbers: list[int]
     children: list[int]

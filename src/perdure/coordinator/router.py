@@ -283,7 +283,8 @@ class Router:
             if entry is None:
                 continue
             child, first, token_ids, epoch = parts.children[at], parts.firsts[at], parts.token_ids[at], parts.epochs[at]
-            entry.sample(child).grow(first, token_ids, epoch)
+            if token_ids:
+                entry.sample(child).grow(first, token_ids, epoch)
             if entry.client is None:
                 continue
             found = self._growing.get(entry.client)

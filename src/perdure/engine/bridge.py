@@ -23,7 +23,7 @@ from perdure.api.ending import Ending, Failure
 from perdure.api.errors import PerdureError
 from perdure.api.event import Event
 from perdure.api.fingerprint import Fingerprint
-from perdure.api.moment import RequestEvent
+from perdure.api.moment import MomentKind, RequestEvent
 from perdure.api.output import Stats
 from perdure.api.request import Request
 from perdure.api.sampling import SamplingParams
@@ -32,6 +32,7 @@ from perdure.coordinator import messages as m
 from perdure.coordinator.link import Frames
 from perdure.coordinator.sessions import Arrived, Happening, Lost
 
+CHANGES_OF_STATE: frozenset[MomentKind] = frozenset({"scheduled", "chunk", "paused", "resumed", "evicted", "dropped"})
 _encode = msgspec.msgpack.Encoder().encode
 _submit = msgspec.msgpack.Decoder(cmd.Submit).decode
 
@@ -125,6 +126,8 @@ class Bridge:
         self._pins: dict[int, int] = {}
         """The engine's tickets, by the coordinator's numbers."""
         self._firsts: list[tuple[m.Message, Frames]] = []
+        self._eventful: dict[int, None] = {}
+        """Tickets of requests to which something happened that was not told; in order."""
         self._parts = m.Parts([], [], [], [], [])
         self._part_frames: list[bytes] = []
         self._lasts: list[tuple[m.Message, Frames]] = []
@@ -285,6 +288,8 @@ class Bridge:
                     here.admitted_at = time
                 if not here.has_ended[child]:
                     here.moments.append(RequestEvent(kind, time - here.admitted_at, num_tokens, child))
+                    if kind in CHANGES_OF_STATE:
+                        self._eventful[ticket] = None
             case ev.Admitted(_, seed, max_output, logprobs_mode):
                 self._firsts.append((m.Admitted(here.number, seed, max_output, logprobs_mode), ()))
             case ev.PromptScored(_, prompt_scores):
@@ -313,22 +318,35 @@ class Bridge:
         self._lasts.append((m.Ended(here.number, child, num_left, ending, spans), [_encode(_rest(here, record))]))
         here.num_sent[child] = len(record.token_ids)
 
+    def _tell_moments(self) -> None:
+        """What no token takes along: who looks at a request sees what it does while its prompt is computed, too."""
+        for ticket in self._eventful:
+            here = self._here.get(ticket)
+            if here is not None and here.moments:
+                child = here.has_ended.index(False)
+                self._add_part(here, child, here.num_sent[child], [], 0, _encode(m.Part(None, None, here.moments)))
+                here.moments = []
+        self._eventful.clear()
+
     def _part(
         self, here: Here, child: int, first: int, token_ids: list[int], scores: PackedScores | None, epoch: int
     ) -> None:
+        frame = b""
+        if scores is not None or here.moments or here.prompt_scores is not None:
+            frame = _encode(m.Part(scores, here.prompt_scores, here.moments))
+            here.has_prompt_scores = here.has_prompt_scores or here.prompt_scores is not None
+            here.moments, here.prompt_scores = [], None
+        self._add_part(here, child, first, token_ids, epoch, frame)
+        here.num_sent[child] = first + len(token_ids)
+
+    def _add_part(self, here: Here, child: int, first: int, token_ids: list[int], epoch: int, frame: bytes) -> None:
         parts = self._parts
         parts.numbers.append(here.number)
         parts.children.append(child)
         parts.firsts.append(first)
         parts.epochs.append(epoch)
         parts.token_ids.append(token_ids)
-        frame = b""
-        if scores is not None or here.moments or here.prompt_scores is not None:
-            frame = _encode(m.Part(scores, here.prompt_scores, here.moments))
-            here.has_prompt_scores = here.has_prompt_scores or here.prompt_scores is not None
-            here.moments, here.prompt_scores = [], None
         self._part_frames.append(frame)
-        here.num_sent[child] = first + len(token_ids)
 
     def _forget(self, ticket: int) -> None:
         del self._tickets[self._here.pop(ticket).number]
@@ -348,6 +366,7 @@ class Bridge:
 
     def flush(self) -> list[tuple[m.Message, Frames]]:
         """All there is to send. What came in is told before its tokens, and tokens before ends and answers."""
+        self._tell_moments()
         out = self._firsts
         if self._part_frames:
             out.append((self._parts, self._part_frames))

@@ -23,7 +23,7 @@ from perdure.engine.desk import Desk
 from perdure.engine.handle import REFUSALS, Arrivals, refused_output
 from perdure.engine.pinned import PinnedPrefix
 from perdure.engine.progress import follow
-from perdure.engine.prompts import Prompt, PromptOrError, as_batch, params_for, submission
+from perdure.engine.prompts import Prompt, PromptOrError, as_batch, name_of, params_for, submission
 from perdure.engine.scoring import SCORING, Scoring
 from perdure.engine.start import start
 from perdure.engine.text import build_output
@@ -138,24 +138,32 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """The results of a batch; the refusal of a bare prompt is raised."""
-        ids = self._ids_for(batch, request_ids)
-        results = self._run(batch, params_for(batch, sampling_params), ids, use_tqdm)
+        params = params_for(batch, sampling_params)
+        named, ids = self._named(batch, request_ids)
+        results = self._run(named, params, ids, use_tqdm)
         error = results[0].error if bare else None
         if isinstance(error, REFUSALS):
             raise error
         return results
 
-    def _ids_for(
+    def _named(
         self, prompts: Sequence[PromptOrError], given: RequestId | Sequence[RequestId | None] | None
-    ) -> list[RequestId]:
+    ) -> tuple[list[PromptOrError], list[RequestId]]:
+        """What is submitted, and under which ids. In place of a prompt whose id can be none stands that refusal."""
         if given is None:
             given = [None] * len(prompts)
         if not isinstance(given, (str, int, Sequence)):
             raise InvalidValue(f"request_ids={shown(given)} is neither an id nor a list of ids")
-        ids = [given] if isinstance(given, (str, int)) else list(given)
+        ids: list[RequestId | None] = [given] if isinstance(given, (str, int)) else list(given)
         if len(ids) != len(prompts):
             raise InvalidValue(f"request_ids has {len(ids)} entries for {len(prompts)} prompts")
-        return self._engine.names_for(prompts, ids)
+        named: list[PromptOrError] = list(prompts)
+        for at, one in enumerate(ids):
+            try:
+                name_of(prompts[at], one)
+            except InvalidValue as error:
+                named[at], ids[at] = error, None
+        return named, self._engine.names_for(named, ids)
 
     def _run(
         self, prompts: Sequence[PromptOrError], params: list[SamplingParams], ids: list[RequestId], use_tqdm: bool

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from perdure.api.errors import InvalidValue
 from perdure.api.structured import StructuredOutputsParams
 from perdure.runner.compilers import Compilers
+from perdure.runner.ends_named import goes_on_after
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -38,6 +39,7 @@ TOO_LARGE = (
 )
 """What llguidance says of its limits, which nobody can set here."""
 SPELLS_SPECIAL = "what must follow spells the name of a special id, and llguidance takes it for that id"
+GOES_ON = "every way through it goes on after an end id that it names, and an end id ends the output"
 MISSING = "structured_outputs needs llguidance, which is not installed: pip install 'perdure[structured]'"
 
 
@@ -129,9 +131,19 @@ class Grammars:
             ahead = matcher.deep_copy()
             if forced := ahead.compute_ff_tokens():  # where all must follow from here, it may be without end
                 ahead.consume_token(forced[0])
-        if fault := fault_of(matcher) or fault_of(ahead):
+        fault = fault_of(matcher) or fault_of(ahead)
+        if not fault and asked.kind == "grammar" and goes_on_after(asked.text, self._names_of_ends()):
+            fault = GOES_ON
+        if fault:
             raise InvalidValue(f"{asked.shown}: {fault}")
         return matcher
+
+    def _names_of_ends(self) -> set[str]:
+        """As a grammar may write them. One that is a piece of text is never named."""
+        assert self._tokenizer is not None
+        ends = [token for token in self.end_ids if token not in self.spelled_end_ids]
+        spelled = {self._tokenizer.decode_bytes([token]).decode(errors="replace") for token in ends}
+        return spelled | {f"<[{token}]>" for token in ends}
 
     def _ready_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer

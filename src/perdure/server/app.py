@@ -166,9 +166,7 @@ class Door:
         except ClientGone:
             raise
         except Exception as error:
-            refused = as_http(error).response()
-            refused.headers["X-Request-Id"] = getattr(request.state, "request_id", None) or new_id("refused")
-            return refused
+            return _refusal(request, as_http(error, getattr(request.state, "words", {})))
 
     def _log(self, request: Request, status: int, begun: float, request_id: str | None) -> None:
         if self._front.config.log_requests:
@@ -204,4 +202,11 @@ async def _no_such_place(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return HTTPError(error.status_code, message, kind, headers=error.headers).response()
+    return _refusal(request, HTTPError(error.status_code, message, kind, headers=error.headers))
+
+
+def _refusal(request: Request, error: HTTPError) -> Response:
+    """Under the name that its body gave the request, if it could be read."""
+    response = error.response()
+    response.headers["X-Request-Id"] = getattr(request.state, "request_id", None) or new_id("refused")
+    return response

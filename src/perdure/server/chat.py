@@ -37,6 +37,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
     body = await read(request, ChatRequest, front.config.max_body_bytes)
     front.check_model(body.model)
     calling = Calling.of(body.tools, body.tool_choice, body.parallel_tool_calls, front.convention)
+    request.state.words = params.words_of(body)
     settings = params.of_chat(body, calling.structure)
     prompt = await prompts.of_chat(
         front.llm,

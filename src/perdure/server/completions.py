@@ -20,7 +20,7 @@ from perdure.api.scores import TokenScores
 from perdure.server import params, prompts
 from perdure.server.batch import Batch, Part, unless_gone
 from perdure.server.bodies import read
-from perdure.server.errors import HTTPError, as_http
+from perdure.server.errors import HTTPError, Words, as_http
 from perdure.server.front import Front, is_id
 from perdure.server.protocol.common import Usage
 from perdure.server.protocol.completions import Completion, CompletionChoice, CompletionRequest, Logprobs
@@ -32,6 +32,7 @@ from perdure.server.stream import EventStream, event
 async def completions(front: Front, request: Request) -> Response:
     body = await read(request, CompletionRequest, front.config.max_body_bytes)
     front.check_model(body.model)
+    request.state.words = words = params.words_of(body)
     name = body.request_id
     if body.checkpoint is not None:
         past = params.of_checkpoint(body)
@@ -44,7 +45,7 @@ async def completions(front: Front, request: Request) -> Response:
         asked = await prompts.of_completion(front.llm, body.prompt, body.add_special_tokens is not False)
     batch = await Batch.of(front, asked, settings, name, "cmpl", body.cache_salt)
     request_id = batch.request_id
-    answer = _Answer(front, body, settings, batch, request_id)
+    answer = _Answer(front, body, settings, words, batch, request_id)
     if not body.stream:
         results = await unless_gone(request, batch.results(), batch.abort)
         return json_response(answer.whole(results), request_id)
@@ -57,11 +58,18 @@ class _Answer:
     """What becomes of the engine's results, choice by choice."""
 
     def __init__(
-        self, front: Front, body: CompletionRequest, settings: SamplingParams, batch: Batch, request_id: str
+        self,
+        front: Front,
+        body: CompletionRequest,
+        settings: SamplingParams,
+        words: Words,
+        batch: Batch,
+        request_id: str,
     ) -> None:
         self._front = front
         self._body = body
         self._settings = settings
+        self._words = words
         self._batch = batch
         self._request_id = request_id
         self._created = int(time.time())
@@ -135,11 +143,11 @@ class _Answer:
             if self._tells_prompt_scores and output.finished:
                 choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
             if output.error is not None and choice.finish_reason == "error":
-                choice.error = as_http(output.error).detail
+                choice.error = as_http(output.error, self._words).detail
         return found
 
     def _refused(self, at: int, error: PerdureError) -> list[CompletionChoice]:
-        n, detail = self._settings.n, as_http(error).detail
+        n, detail = self._settings.n, as_http(error, self._words).detail
         return [
             CompletionChoice(index=at * n + child, text="", finish_reason="error", error=detail) for child in range(n)
         ]

@@ -124,9 +124,7 @@ async def init_weight_group(front: Front, request: Request) -> Response:
     body: GroupRequest = await _body(front, request, GroupRequest)
     if front.config.num_front_ends > 1:
         raise InvalidValue(f"num_front_ends={front.config.num_front_ends}: a group of weights needs one front end")
-    if front.weight_group is not None:
-        raise StateError("there is a group already: POST /destroy_weight_group first")
-    front.weight_group = await WeightGroup.join(body)
+    await front.join(WeightGroup.join(body))
     return json_response(Done())
 
 

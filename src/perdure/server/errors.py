@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 from starlette.responses import Response
@@ -32,6 +33,10 @@ _FIELDS = {*SamplingParams.__struct_fields__, "prompt", "prompt_token_ids", "mes
 _FIELDS |= {"request_id", "cache_salt", "chat_template_kwargs"}
 
 
+Words = Mapping[str, str]
+"""What a client called the settings that it gave under another name than the engine's, by that."""
+
+
 class HTTPError(Exception):
     """Anything that ends a request with a status of its own. param: the field that is wrong, if it is one."""
 
@@ -55,17 +60,17 @@ class HTTPError(Exception):
         return Response(body, self.status, self.headers, media_type="application/json")
 
 
-def as_http(error: Exception) -> HTTPError:
+def as_http(error: Exception, words: Words = MappingProxyType({})) -> HTTPError:
     """Whatever was raised. A fault of ours keeps its traceback in the log, and tells no more than its kind."""
     match error:
         case HTTPError():
             return error
         case InvalidValue():
             code = "context_length_exceeded" if isinstance(error, MaxSequenceLengthOverflow) else None
-            found = _FIELD.match(str(error))
-            return HTTPError(400, str(error), param=found[1] if found and found[1] in _FIELDS else None, code=code)
+            message, field = _in_words(str(error), words)
+            return HTTPError(400, message, param=field, code=code)
         case NothingToSample():
-            return HTTPError(400, str(error), code="nothing_to_sample")
+            return HTTPError(400, _in_words(str(error), words)[0], code="nothing_to_sample")
         case ModelLoadError():
             return HTTPError(400, str(error), code="weights_refused")
         case StateError():
@@ -78,3 +83,12 @@ def as_http(error: Exception) -> HTTPError:
             return HTTPError(500, str(error), "server_error")
     log.error("a request failed", exc_info=error)
     return HTTPError(500, f"an error of the server's own: {type(error).__name__}", "server_error")
+
+
+def _in_words(message: str, words: Words) -> tuple[str, str | None]:
+    """What is said, and of which field."""
+    for ours, theirs in words.items():
+        if re.match(rf"{re.escape(ours)}[=.\[ ]", message):
+            return theirs + message.removeprefix(ours), theirs
+    found = _FIELD.match(message)
+    return message, found[1] if found and found[1] in _FIELDS else None

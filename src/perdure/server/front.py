@@ -6,10 +6,11 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from perdure import AsyncLLM, InvalidValue, RequestOutput, SamplingParams
+from perdure import AsyncLLM, InvalidValue, RequestOutput, SamplingParams, StateError
 from perdure.api.errors import shown
 from perdure.server.config import ServeConfig
 from perdure.server.errors import HTTPError
@@ -55,6 +56,7 @@ class Front:
         self.created = int(time.time()) if created is None else created
         self.weight_group: WeightGroup | None = None
         """Over which weights may be broadcast."""
+        self._is_joining = False
         self.is_draining = False
         self.is_warm = False
         self._num_inside = 0
@@ -79,6 +81,17 @@ class Front:
                 param="model",
                 code="model_not_found",
             )
+
+    async def join(self, joining: Coroutine[Any, Any, WeightGroup]) -> None:
+        """Join a group for weights, unless there is one or will be. Raises what the joining raises."""
+        if self.weight_group is not None or self._is_joining:
+            joining.close()
+            raise StateError("there is a group already: POST /destroy_weight_group first")
+        self._is_joining = True
+        try:
+            self.weight_group = await joining
+        finally:
+            self._is_joining = False
 
     @contextmanager
     def working(self) -> Iterator[None]:

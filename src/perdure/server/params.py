@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from perdure import Checkpoint, SamplingParams
 from perdure.api.errors import InvalidValue
 from perdure.api.sampling import ALL_LOGPROBS, OutputKind
-from perdure.server.errors import HTTPError
+from perdure.server.errors import HTTPError, Words
 from perdure.server.protocol.chat import ChatRequest
 from perdure.server.protocol.common import PASSED_OVER, ResponseFormat, Sampling
 from perdure.server.protocol.completions import CompletionRequest
@@ -50,7 +50,7 @@ def of_checkpoint(body: CompletionRequest) -> Checkpoint:
 
 def of_chat(body: ChatRequest, structure: dict[str, Any] | None) -> SamplingParams:
     """structure: what a forced call of a tool makes the output be."""
-    given = _forced(_given(body), structure)
+    given = _forced(body, structure)
     limits = {body.max_tokens, body.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise HTTPError(
@@ -76,18 +76,46 @@ def of_response(body: ResponsesRequest, structure: dict[str, Any] | None) -> Sam
     for name in ("prompt_logprobs", "logprob_token_ids"):
         if getattr(body, name) is not None:
             raise HTTPError(400, f"{name} is given, but a response tells no scores", param=name)
-    given = _forced(_given(body), structure)
+    given = _forced(body, structure)
     if body.max_output_tokens is not None:
         given["max_tokens"] = body.max_output_tokens
     return SamplingParams(**given)
 
 
-def _forced(given: dict[str, Any], structure: dict[str, Any] | None) -> dict[str, Any]:
+def words_of(body: Sampling) -> Words:
+    """By what names the client gave what the engine knows under others."""
+    words: dict[str, str] = {}
+    if body.structured_outputs is None:  # else it was given under that name
+        words["structured_outputs.json"] = "tools"  # of a forced call
+    if body.response_format is not None:
+        words["structured_outputs.json"] = "response_format.json_schema.schema"
+    match body:
+        case ChatRequest():
+            words |= {"logprobs": "top_logprobs"}
+            if body.max_completion_tokens is not None:
+                words["max_tokens"] = "max_completion_tokens"
+        case ResponsesRequest():
+            if body.text is not None and body.text.format is not None:
+                words["structured_outputs.json"] = "text.format.schema"
+            if body.max_output_tokens is not None:
+                words["max_tokens"] = "max_output_tokens"
+    return words
+
+
+def _forced(body: Sampling, structure: dict[str, Any] | None) -> dict[str, Any]:
+    given = _given(body)
     if structure is None:
         return given
     if "structured_outputs" in given:
-        raise HTTPError(400, "tool_choice forces a call, and structured_outputs or response_format something else")
+        other = "structured_outputs" if body.structured_outputs is not None else _format_of(body)
+        raise HTTPError(400, f"tool_choice forces a call, and {other} something else", param=other)
     return {**given, "structured_outputs": structure}
+
+
+def _format_of(body: Sampling) -> str:
+    """Where the client said what the answer's format is."""
+    is_in_text = isinstance(body, ResponsesRequest) and body.text is not None and body.text.format is not None
+    return "text.format" if is_in_text else "response_format"
 
 
 def _given(body: Sampling) -> dict[str, Any]:
@@ -96,7 +124,8 @@ def _given(body: Sampling) -> dict[str, Any]:
     structure = _structure(body.response_format)
     if structure is not None:
         if "structured_outputs" in given:
-            raise HTTPError(400, "response_format and structured_outputs both say what the output is: give one of them")
+            both = f"{_format_of(body)} and structured_outputs both say"
+            raise HTTPError(400, f"{both} what the output is: give one of them")
         given["structured_outputs"] = structure
     return given
 

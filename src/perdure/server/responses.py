@@ -58,6 +58,7 @@ async def responses(front: Front, request: Request) -> Response:
         if body.response_format is not None:
             raise InvalidValue("response_format is text.format of other endpoints: give one of them")
         body.response_format = _format(body.text.format)
+    request.state.words = params.words_of(body)
     settings = params.of_response(body, calling.structure)
     template_kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:

@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from perdure.server.errors import as_http
+from perdure.server.errors import Words, as_http
 from perdure.server.protocol.common import ErrorBody
 
 _encode = msgspec.json.Encoder().encode
@@ -40,7 +40,7 @@ class EventStream(Response):
         self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
+        sending = asyncio.ensure_future(self._send(send, scope.get("state", {}).get("words", {})))
         gone = asyncio.ensure_future(until_gone(receive))
         try:
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -52,20 +52,21 @@ class EventStream(Response):
                 task.cancel()
             await asyncio.gather(sending, gone, return_exceptions=True)
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, words: Words) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         with contextlib.suppress(OSError):  # the reader is gone
-            async for part in _told(self._events, self._done):
+            async for part in _told(self._events, self._done, words):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
+                await asyncio.sleep(0)  # a connection that broke by this is known to be broken before the next part
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _told(events: AsyncGenerator[bytes], done: bytes) -> AsyncIterator[bytes]:
+async def _told(events: AsyncGenerator[bytes], done: bytes, words: Words) -> AsyncIterator[bytes]:
     try:
         async for one in events:
             yield one
     except Exception as error:
-        yield event(ErrorBody(error=as_http(error).detail))
+        yield event(ErrorBody(error=as_http(error, words).detail))
     yield done
 
 

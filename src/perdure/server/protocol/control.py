@@ -99,7 +99,7 @@ class GroupRequest(Body, kw_only=True):
     master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     rank: int = 1
     world_size: Annotated[int, msgspec.Meta(ge=2, le=65536)] = 2
-    backend: Literal["gloo"] = "gloo"
+    backend: Literal["gloo", "nccl"] = "gloo"
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 300.0
 
 
