@@ -46,7 +46,8 @@ class Graphs:
             self._run(shape)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # What another engine's thread does meanwhile, in this process, is not this capture's.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 outputs = self._run(shape)
             pool = graph.pool()
             self._captured[shape] = graph, tuple(map(_unowned, outputs))
