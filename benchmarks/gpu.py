@@ -66,6 +66,7 @@ SECTIONS: dict[str, Section] = {
     **_job("b64"),
     **_job("b256"),
     **_job("b1"),
+    **_job("q1"),
     "wake": Section(wake, 60),
     "serving": Section(serving, 60),
     **_job("b64-fp8"),

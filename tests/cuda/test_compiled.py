@@ -14,8 +14,8 @@ from tests.cuda.conftest import ON_GPU
 
 ROOT = Path(__file__).parents[2]
 LAUNCHED = {
-    "_combine_kernel", "_decode_kernel", "_fill_kernel", "_gated_kernel", "_norm_kernel", "_prompt_kernel",
-    "_quantise_kernel", "_scale_kernel", "_turn_and_write_kernel", "_write_kernel",
+    "_decode_kernel", "_fill_kernel", "_gated_kernel", "join_kernel", "_norm_kernel", "_prompt_kernel",
+    "_quantise_kernel", "_rotations_kernel", "_row_kernel", "_scale_kernel", "_turn_and_write_kernel", "_write_kernel",
 }  # fmt: skip
 
 

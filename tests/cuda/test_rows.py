@@ -40,8 +40,10 @@ def test_activations(device, dtype):
 def test_rotary_positions_of_a_whole_head_and_of_a_part(device, dtype, turning):
     x = Random(device)(5, 10, 32, dtype=dtype)[:, :6]
     table = rope.rotary_table(rope.inverse_frequencies(turning, 1e4).to(device), 64)
-    turn = rope.rotations(table, torch.tensor([3, 0, 9, 60, 5], device=device), dtype)
+    positions = torch.tensor([3, 0, 9, 60, 5], device=device)
+    turn = rope.rotations(table, positions, dtype)
     check_close(rows.rotate(x, *turn), rope.rotate(x, *turn), dtype)
+    assert all(map(torch.equal, rows.rotations(table, positions, dtype), turn))
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 64, 64), (9, 3, 32, 24), (16, 8, 128, 128)], ids=str)
@@ -61,6 +63,26 @@ def test_queries_turn_and_keys_are_written_as_by_two_kernels(device, dtype, head
     assert torch.equal(pages.turn_and_write(qk, v, *turn, cache, slots), turned[:, :num_heads])
     assert torch.equal(cache, right)
     witness("feat-fused-rope", head_dim=dim, changed=int((cache == right).sum()))
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["", "once"])
+@pytest.mark.parametrize("heads", [(4, 2, 64, 64), (9, 3, 32, 24)], ids=str)
+def test_heads_are_normalised_before_they_turn_as_by_two_kernels(device, dtype, heads, once):
+    num_heads, num_kv_heads, dim, turning = heads
+    random = Random(device)
+    qkv, num_all = random(4, num_heads + 2 * num_kv_heads, dim, dtype=dtype), num_heads + num_kv_heads
+    qk, v = qkv[:, :num_all], qkv[:, num_all:]
+    weight = random(num_all, dim, dtype=torch.float32 if once else dtype)
+    table = rope.rotary_table(rope.inverse_frequencies(turning, 1e4).to(device), 64)
+    turn = rope.rotations(table, torch.tensor([3, 0, 60, 5], device=device), dtype)
+    slots = torch.tensor([3, 9, -1, 27], dtype=torch.int32, device=device)
+    cache = random(2, num_kv_heads, 7, 4, dim, dtype=dtype)
+    right = cache.clone()
+    queries = pages.turn_and_write(
+        (rows.rms_norm_once if once else rows.rms_norm)(qk, weight, 1e-6), v, *turn, right, slots
+    )
+    check_close(pages.turn_and_write(qk, v, *turn, cache, slots, weight, 1e-6, once), queries, dtype)
+    check_close(cache, right, dtype)
 
 
 def test_nothing_is_done_to_no_rows(device):

@@ -84,23 +84,38 @@ class Weights(dict[str, Weight]):
 
 
 @dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """The root-mean-square norm of each query and key head by itself. weight [Hq + Hkv, D]. once: rounded at the end
+    alone. apply: `ops.norm.rms_norm`, or its form of one rounding."""
+
+    weight: Tensor
+    eps: float
+    once: bool
+    apply: Callable[[Tensor, Tensor, float], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """How a step's rows turn with their positions: cos and signed sin (`ops.rope.rotations`), what turns by them."""
+    """How a step's rows turn with their positions: cos and signed sin (`ops.rope.rotations`), what turns by them.
+    head_norm: done to queries and keys before."""
 
     cos: Tensor
     sin: Tensor
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+    head_norm: HeadNorm | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Heads [N, J, D], turned."""
-        return self.rotate(x, self.cos, self.sin)
+    def __call__(self, qk: Tensor) -> Tensor:
+        """Heads [N, Hq + Hkv, D], normalised and turned."""
+        if self.head_norm is not None:
+            qk = self.head_norm.apply(qk, self.head_norm.weight, self.head_norm.eps)
+        return self.rotate(qk, self.cos, self.sin)
 
 
 class Attend(Protocol):
     """Attention of one layer, given by whoever owns the KV memory.
 
-    Turns queries and keys qk [N, Hq + Hkv, D], stores the keys and v [N, Hkv, D] of these rows, then returns for each
-    row its causal attention [N, Hq, D] over what is stored for its request up to its own position, as
+    Turns queries and keys qk [N, Hq + Hkv, D] (`Turn`), stores the keys and v [N, Hkv, D] of these rows, then returns
+    for each row its causal attention [N, Hq, D] over what is stored for its request up to its own position, as
     `config.attention[layer]` says (window, scale, soft cap). The inputs may be strided views.
     """
 

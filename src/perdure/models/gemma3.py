@@ -21,16 +21,18 @@ from perdure.models.fields import Fields, layer_types
 from perdure.models.layers import (
     GatedMLP,
     RotaryAttention,
+    RotaryHeads,
     as_tensor,
     embedding_and_head,
+    norm_of_heads,
     norm_once,
-    weights_of_heads,
 )
 from perdure.models.tables import attention_parts, biased_linears, decoder_table, mlp_parts, norm_part
 from perdure.ops.activation import soft_cap_
 from perdure.ops.attention import LayerAttention
 from perdure.ops.kernels import Kernels
-from perdure.ops.rope import inverse_frequencies, rotary_table, rotations
+from perdure.ops.residual import Stream
+from perdure.ops.rope import inverse_frequencies, rotary_table
 
 LOCAL_THETA = 10000.0
 PATTERN = 6
@@ -53,19 +55,18 @@ class Gemma3Layer:
 
     def __init__(self, layer: int, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         name, eps = f"layers.{layer}", config.rms_norm_eps
-        heads = weights_of_heads(weights, name, config, lambda w: 1.0 + w.float())
+        head_norm = norm_of_heads(weights, name, config, kernels, once=True, added=1.0)
         self._attention_norm = norm_once(weights, f"{name}.attention_norm", eps, kernels, added=1.0)
-        self._attention = RotaryAttention(
-            layer, config, weights, name, kernels, lambda qk: kernels.rms_norm_once(qk, heads, eps)
-        )
+        self._attention = RotaryAttention(weights, name, kernels, RotaryHeads(layer, config, head_norm=head_norm))
         self._attention_end_norm = norm_once(weights, f"{name}.attention_end_norm", eps, kernels, added=1.0)
         self._mlp_norm = norm_once(weights, f"{name}.mlp_norm", eps, kernels, added=1.0)
         self._mlp = GatedMLP(weights, name, kernels, kernels.gelu_tanh_mul)
         self._mlp_end_norm = norm_once(weights, f"{name}.mlp_end_norm", eps, kernels, added=1.0)
 
-    def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
+    def __call__(self, stream: Stream, turn: Turn, attend: Attend) -> Stream:
+        x = stream.total()
         x = x + self._attention_end_norm(self._attention(self._attention_norm(x), turn, attend))
-        return x + self._mlp_end_norm(self._mlp(self._mlp_norm(x)))
+        return Stream(x, self._mlp_end_norm(self._mlp(self._mlp_norm(x))))
 
 
 class Gemma3Model:
@@ -86,14 +87,14 @@ class Gemma3Model:
         of_local = inverse_frequencies(config.rotary_dim, config.local_theta)
         of_global = inverse_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
         self._rotary = [rotary_table(inverse.to(device), length) for inverse in (of_global, of_local)]
-        self._rotate = kernels.rotate
+        self._rotate, self._rotations = kernels.rotate, kernels.rotations
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = self._embedding(token_ids) * self._embedding_scale
-        turns = [Turn(*rotations(table, positions, x.dtype), self._rotate) for table in self._rotary]
+        stream = Stream(self._embedding(token_ids) * self._embedding_scale)
+        turns = [Turn(*self._rotations(table, positions, stream.x.dtype), self._rotate) for table in self._rotary]
         for layer, is_local in zip(self._layers, self._is_local, strict=True):
-            x = layer(x, turns[is_local], attend)
-        return self._norm(x)
+            stream = layer(stream, turns[is_local], attend)
+        return self._norm(stream.total())
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self._head(hidden).float()

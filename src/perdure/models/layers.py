@@ -10,19 +10,21 @@ Shapes: N rows, H = hidden_size, Hq query heads, Hkv key/value heads, D = head_d
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from perdure.models.base import Attend, ModelConfig, Turn, Weights
+from perdure.models.base import Attend, HeadNorm, ModelConfig, Turn, Weights
 from perdure.ops.kernels import Kernels, Weight
 from perdure.ops.linear import PackedProduct, Product
+from perdure.ops.residual import ReadProduct, Stream
 
 RowFunction = Callable[[Tensor], Tensor]
 """A function of rows, each row by itself."""
 
-Layer = Callable[[Tensor, Turn, Attend], Tensor]
-"""One layer of a decoder: x [N, H] in, x [N, H] out."""
+Layer = Callable[[Stream, Turn, Attend], Stream]
+"""One layer of a decoder: the residual stream [N, H] in, and out."""
 
 
 def linear(weights: Weights, name: str, kernels: Kernels) -> Product:
@@ -41,18 +43,12 @@ def as_tensor(weight: Weight) -> Tensor:
     return weight
 
 
-def norm(weights: Weights, name: str, eps: float, kernels: Kernels) -> RowFunction:
-    """A root-mean-square norm with a weight [H]."""
-    weight = as_tensor(weights[f"{name}.weight"])
-    return lambda x: kernels.rms_norm(x, weight, eps)
-
-
-def add_norm(
-    weights: Weights, name: str, eps: float, kernels: Kernels
-) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """A sum and the norm of it."""
-    weight = as_tensor(weights[f"{name}.weight"])
-    return lambda x, y: kernels.add_norm(x, y, weight, eps)
+def reading(
+    weights: Weights, norm_name: str, name: str, config: ModelConfig, kernels: Kernels, *, gated: bool = False
+) -> ReadProduct:
+    """The product `name` of the norm `norm_name` of a stream."""
+    norm_weight = as_tensor(weights[f"{norm_name}.weight"])
+    return kernels.reading(linear(weights, name, kernels), norm_weight, config.rms_norm_eps, gated=gated)
 
 
 def norm_once(weights: Weights, name: str, eps: float, kernels: Kernels, added: float = 0.0) -> RowFunction:
@@ -62,16 +58,20 @@ def norm_once(weights: Weights, name: str, eps: float, kernels: Kernels, added: 
     return lambda x: kernels.rms_norm_once(x, weight, eps)
 
 
-def weights_of_heads(
-    weights: Weights, name: str, config: ModelConfig, change: Callable[[Tensor], Tensor] = lambda w: w
-) -> Tensor:
-    """The weights of a norm of query heads and of one of key heads, laid out for all heads at once: [Hq + Hkv, D].
-
-    change: what is done to them first.
-    """
+def norm_of_heads(
+    weights: Weights, name: str, config: ModelConfig, kernels: Kernels, *, once: bool = False, added: float = 0.0
+) -> HeadNorm:
+    """The norms of query heads and of key heads. once, added: as in `norm_once`."""
     q, k = as_tensor(weights[f"{name}.q_norm.weight"]), as_tensor(weights[f"{name}.k_norm.weight"])
     num_q, num_k = config.num_heads, config.num_kv_heads
-    return weights.derive(lambda: change(torch.cat((q.expand(num_q, -1), k.expand(num_k, -1)))))
+
+    def joined() -> Tensor:
+        weight = torch.cat((q.expand(num_q, -1), k.expand(num_k, -1)))
+        return weight.float() + added if once else weight
+
+    return HeadNorm(
+        weights.derive(joined), config.rms_norm_eps, once, kernels.rms_norm_once if once else kernels.rms_norm
+    )
 
 
 def embedding_and_head(config: ModelConfig, weights: Weights, kernels: Kernels) -> tuple[RowFunction, Product]:
@@ -85,44 +85,57 @@ def embedding_and_head(config: ModelConfig, weights: Weights, kernels: Kernels) 
     return kernels.embedding(weight), head
 
 
-class RotaryAttention:
-    """Grouped-query attention with rotary positions; turning and attending over the past is `attend`'s.
+class RotaryHeads:
+    """Grouped-query attention between its products; norms of heads, turning and attending over the past are
+    `attend`'s.
 
-    normalise: what is done to queries and keys [N, Hq + Hkv, D] before they turn; None = nothing.
+    normalise: what is done to queries and keys [N, Hq + Hkv, D] before all that. head_norm: the norm of each head.
     """
 
     def __init__(
         self,
         layer: int,
         config: ModelConfig,
-        weights: Weights,
-        name: str,
-        kernels: Kernels,
         normalise: RowFunction | None = None,
+        head_norm: HeadNorm | None = None,
     ) -> None:
         self._layer = layer
         self._num_heads = config.num_heads
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
         self._normalise = normalise
+        self._head_norm = head_norm
+
+    def __call__(self, qkv: Tensor, turn: Turn, attend: Attend) -> Tensor:
+        """[N, (Hq + 2 * Hkv) * D] in, [N, Hq * D] out."""
+        num_rows, num_heads, num_kv_heads = qkv.shape[0], self._num_heads, self._num_kv_heads
+        heads = qkv.view(num_rows, num_heads + 2 * num_kv_heads, self._head_dim)
+        qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+        if self._normalise is not None:
+            qk = self._normalise(qk)
+        if self._head_norm is not None:
+            turn = replace(turn, head_norm=self._head_norm)
+        mixed = attend(self._layer, qk, v, turn)  # [N, Hq, D]
+        return mixed.reshape(num_rows, num_heads * self._head_dim)
+
+
+class RotaryAttention:
+    """`RotaryHeads` with its products."""
+
+    def __init__(self, weights: Weights, name: str, kernels: Kernels, heads: RotaryHeads) -> None:
+        self._heads = heads
         self._qkv = linear(weights, f"{name}.qkv", kernels)
         self._output = linear(weights, f"{name}.o", kernels)
 
     def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
-        num_rows, num_heads, num_kv_heads = x.shape[0], self._num_heads, self._num_kv_heads
-        qkv = self._qkv(x).view(num_rows, num_heads + 2 * num_kv_heads, self._head_dim)
-        qk, v = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
-        if self._normalise is not None:
-            qk = self._normalise(qk)
-        mixed = attend(self._layer, qk, v, turn)  # [N, Hq, D]
-        return self._output(mixed.reshape(num_rows, num_heads * self._head_dim))
+        return self._output(self._heads(self._qkv(x), turn, attend))
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)); `activate` does both, of [N, 2 * I]. None: silu."""
+    """down(activation(gate(x)) * up(x)); `activate` does both, of [N, 2 * I]."""
 
-    def __init__(self, weights: Weights, name: str, kernels: Kernels, activate: RowFunction | None = None) -> None:
-        self._activate = activate or kernels.silu_mul
+    def __init__(self, weights: Weights, name: str, kernels: Kernels, activate: RowFunction) -> None:
+        self._activate = activate
         self._gate_up = linear(weights, f"{name}.gate_up", kernels)
         self._down = linear(weights, f"{name}.down", kernels)
 

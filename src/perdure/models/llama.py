@@ -13,27 +13,20 @@ Shapes: N rows, H = hidden_size, V = vocab_size, D = head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
-from perdure.models.base import Attend, Family, ModelConfig, Parts, Turn, Weights
-from perdure.models.layers import (
-    GatedMLP,
-    Layer,
-    RotaryAttention,
-    RowFunction,
-    add_norm,
-    as_tensor,
-    embedding_and_head,
-    norm,
-)
+from perdure.models.base import Attend, Family, HeadNorm, ModelConfig, Parts, Turn, Weights
+from perdure.models.layers import Layer, RotaryHeads, as_tensor, embedding_and_head, linear, reading
 from perdure.models.tables import attention_parts, biased_linears, decoder_table, mlp_parts, norm_part
 from perdure.ops.kernels import Kernels
-from perdure.ops.rope import inverse_frequencies, rotary_table, rotations
+from perdure.ops.residual import Stream
+from perdure.ops.rope import inverse_frequencies, rotary_table
 
 
 class LlamaLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)). normalise: see `RotaryAttention`."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). head_norm: see `RotaryHeads`."""
 
     def __init__(
         self,
@@ -41,17 +34,20 @@ class LlamaLayer:
         config: ModelConfig,
         weights: Weights,
         kernels: Kernels,
-        normalise: RowFunction | None = None,
+        head_norm: HeadNorm | None = None,
     ) -> None:
         name = f"layers.{layer}"
-        self._attention_norm = norm(weights, f"{name}.attention_norm", config.rms_norm_eps, kernels)
-        self._attention = RotaryAttention(layer, config, weights, name, kernels, normalise)
-        self._mlp_norm = add_norm(weights, f"{name}.mlp_norm", config.rms_norm_eps, kernels)
-        self._mlp = GatedMLP(weights, name, kernels)
+        self._qkv = reading(weights, f"{name}.attention_norm", f"{name}.qkv", config, kernels)
+        self._heads = RotaryHeads(layer, config, head_norm=head_norm)
+        self._output = kernels.writing(linear(weights, f"{name}.o", kernels))
+        self._gate_up = reading(weights, f"{name}.mlp_norm", f"{name}.gate_up", config, kernels, gated=True)
+        self._down = kernels.writing(linear(weights, f"{name}.down", kernels))
 
-    def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
-        x, normed = self._mlp_norm(x, self._attention(self._attention_norm(x), turn, attend))
-        return x + self._mlp(normed)
+    def __call__(self, stream: Stream, turn: Turn, attend: Attend) -> Stream:
+        stream, qkv = self._qkv(stream)
+        stream = self._output(stream, self._heads(qkv, turn, attend))
+        stream, inner = self._gate_up(stream)
+        return self._down(stream, inner)
 
 
 class LlamaModel:
@@ -67,18 +63,18 @@ class LlamaModel:
         self.config = config
         self._embedding, self._head = embedding_and_head(config, weights, kernels)
         self._layers = [make_layer(layer, config, weights, kernels) for layer in range(config.num_layers)]
-        self._norm = norm(weights, "norm", config.rms_norm_eps, kernels)
+        self._norm = partial(kernels.normed, weight=as_tensor(weights["norm.weight"]), eps=config.rms_norm_eps)
         inverse = inverse_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
         device = as_tensor(weights["norm.weight"]).device
         self._rotary = rotary_table(inverse.to(device), config.max_position_embeddings)
-        self._rotate = kernels.rotate
+        self._rotate, self._rotations = kernels.rotate, kernels.rotations
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = self._embedding(token_ids)
-        turn = Turn(*rotations(self._rotary, positions, x.dtype), self._rotate)
+        stream = Stream(self._embedding(token_ids))
+        turn = Turn(*self._rotations(self._rotary, positions, stream.x.dtype), self._rotate)
         for layer in self._layers:
-            x = layer(x, turn, attend)
-        return self._norm(x)
+            stream = layer(stream, turn, attend)
+        return self._norm(stream)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._head(hidden).float()

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from perdure.models.base import Attend, Family, ModelConfig, Part, Parts, Turn, Weights
-from perdure.models.layers import GatedMLP, RotaryAttention, norm_once
+from perdure.models.layers import GatedMLP, RotaryAttention, RotaryHeads, norm_once
 from perdure.models.llama import LlamaModel
 from perdure.models.tables import attention_parts, biased_linears, decoder_table, mlp_parts, norm_part
 from perdure.ops.kernels import Kernels
+from perdure.ops.residual import Stream
 
 
 class Olmo2Layer:
@@ -23,14 +24,15 @@ class Olmo2Layer:
         self._num_heads = config.num_heads
         self._q_norm = norm_once(weights, f"{name}.q_norm", eps, kernels)
         self._k_norm = norm_once(weights, f"{name}.k_norm", eps, kernels)
-        self._attention = RotaryAttention(layer, config, weights, name, kernels, self._normalise)
+        self._attention = RotaryAttention(weights, name, kernels, RotaryHeads(layer, config, self._normalise))
         self._attention_norm = norm_once(weights, f"{name}.attention_norm", eps, kernels)
-        self._mlp = GatedMLP(weights, name, kernels)
+        self._mlp = GatedMLP(weights, name, kernels, kernels.silu_mul)
         self._mlp_norm = norm_once(weights, f"{name}.mlp_norm", eps, kernels)
 
-    def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
+    def __call__(self, stream: Stream, turn: Turn, attend: Attend) -> Stream:
+        x = stream.total()
         x = x + self._attention_norm(self._attention(x, turn, attend))
-        return x + self._mlp_norm(self._mlp(x))
+        return Stream(x, self._mlp_norm(self._mlp(x)))
 
     def _normalise(self, qk: Tensor) -> Tensor:
         """Of queries and keys [N, Hq + Hkv, D], each as one row of all its heads."""

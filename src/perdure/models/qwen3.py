@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from perdure.models import qwen2
 from perdure.models.base import Family, ModelConfig, Part, Parts, Weights
-from perdure.models.layers import weights_of_heads
+from perdure.models.layers import norm_of_heads
 from perdure.models.llama import LlamaLayer, LlamaModel, layer_parts
 from perdure.models.tables import biased_linears, decoder_table
 from perdure.ops.kernels import Kernels
 
 
 def make_layer(layer: int, config: ModelConfig, weights: Weights, kernels: Kernels) -> LlamaLayer:
-    weight, eps = weights_of_heads(weights, f"layers.{layer}", config), config.rms_norm_eps
-    return LlamaLayer(layer, config, weights, kernels, lambda qk: kernels.rms_norm(qk, weight, eps))
+    return LlamaLayer(layer, config, weights, kernels, norm_of_heads(weights, f"layers.{layer}", config, kernels))
 
 
 def build(config: ModelConfig, weights: Weights, kernels: Kernels) -> LlamaModel:

@@ -4,7 +4,7 @@
   (`ops.native`), the default on a CPU that has a compiler. Of the default, products whose weight comes as a tensor are
   oneDNN's: that is how a shape it serves better (`choice`) gets it.
 - On CUDA all but the products is Triton's (`ops.triton`). So are products that give a row the same bits in any company;
-  else they are cuBLAS's.
+  else they are cuBLAS's, but for one row, which Triton's multiply with what stands about the product.
 
 Shapes: as in `linear`, `norm`, `activation` and `rope`.
 """
@@ -25,6 +25,7 @@ from perdure.ops.linear import LINEAR_FORMS, LinearForm, Product, can_pack, row_
 from perdure.ops.native import Library, library, why_not
 from perdure.ops.native.rows import RowKernels
 from perdure.ops.native.weights import JoinedWeight, packed_floats
+from perdure.ops.residual import FewRows, ReadProduct, Stream, WriteProduct
 
 Weight = Tensor | JoinedWeight | Float8Weight
 """[M, K]. Torch's forms take tensors, the native ones packed weights, too, and all those of 8 bits."""
@@ -39,6 +40,7 @@ class Kernels:
     linear: y = x @ w.T + b; it may lay the weight out anew and forget the original.
     embedding: rows of a weight by their numbers, int64 [N] in, [N, K] out.
     add_norm: (x + y, rms_norm of it).
+    few_rows: products with what stands about them in one kernel; None: there are none.
     """
 
     name: str
@@ -52,6 +54,33 @@ class Kernels:
     silu_mul: Callable[[Tensor], Tensor]
     gelu_tanh_mul: Callable[[Tensor], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+    rotations: Callable[[rope.RotaryTable, Tensor, torch.dtype], tuple[Tensor, Tensor]] = rope.rotations
+    few_rows: FewRows | None = None
+
+    def normed(self, stream: Stream, weight: Tensor, eps: float) -> tuple[Stream, Tensor]:
+        """The stream with its sum made, and the `rms_norm` of that."""
+        if stream.more is None:
+            return stream, self.rms_norm(stream.x, weight, eps)
+        total, normed = self.add_norm(stream.x, stream.more, weight, eps)
+        return Stream(total), normed
+
+    def reading(self, product: Product, norm_weight: Tensor, eps: float, *, gated: bool = False) -> ReadProduct:
+        """The product of a stream's `rms_norm`; gated: `silu_mul` of it."""
+
+        def read(stream: Stream) -> tuple[Stream, Tensor]:
+            stream, normed = self.normed(stream, norm_weight, eps)
+            y = product(normed)
+            return stream, self.silu_mul(y) if gated else y
+
+        return read if self.few_rows is None else self.few_rows.reading(product, norm_weight, eps, gated, read)
+
+    def writing(self, product: Product) -> WriteProduct:
+        """The product, added to a stream."""
+
+        def write(stream: Stream, y: Tensor) -> Stream:
+            return Stream(stream.total(), product(y))
+
+        return write if self.few_rows is None else self.few_rows.writing(product, write)
 
 
 def _added(rms_norm: Callable[[Tensor, Tensor, float], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -128,11 +157,14 @@ def triton_kernels(*, batch_invariant: bool) -> Kernels:
     """All in Triton but, where a row's bits may depend on its company, the products, which are the libraries' then."""
     import triton
 
+    from perdure.ops.triton import few_rows, rows
     from perdure.ops.triton import float8 as float8_on_gpu
     from perdure.ops.triton import linear as products
-    from perdure.ops.triton import rows
 
-    plain = torch_kernels("triton", products.invariant) if batch_invariant else torch_kernels("plain")
+    if batch_invariant:
+        plain = torch_kernels("triton", products.invariant)
+    else:
+        plain = replace(torch_kernels("plain", few_rows.FewRowsProduct), few_rows=few_rows.FewRowsKernels())
 
     def linear(w: Weight, b: Tensor | None) -> Product:
         return float8_on_gpu.product(w, b) if isinstance(w, Float8Weight) else plain.linear(w, b)
@@ -147,6 +179,7 @@ def triton_kernels(*, batch_invariant: bool) -> Kernels:
         silu_mul=rows.silu_mul,
         gelu_tanh_mul=rows.gelu_tanh_mul,
         rotate=rows.rotate,
+        rotations=rows.rotations,
     )
 
 

@@ -26,17 +26,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from perdure.ops.triton.early import early_launch
+from perdure.ops.triton.ranges import combine_kernel, faded_by, first_key, join_kernel, joined, range_of
+
 BLOCK = 64  # keys gone over at once
 SPLIT = 1024  # keys of a range at absolute positions
 LEAST_ROWS = 64  # of an invariant tile
 PROGRAMS = 512  # that rows of one query are shared out among, at least, as far as ranges go
 MOST_RANGES = 32  # of a row, where its length decides what a range is
-
-
-@triton.jit
-def _factors(value, base, factor):
-    """2 ** ((value - base) * factor); 0 where there is no value yet, whatever the base."""
-    return tl.exp2((value - tl.where(base == float("-inf"), 0.0, base)) * factor)
 
 
 @triton.jit
@@ -46,7 +43,7 @@ def _absorbed(scores, v, most, total, mixed, factor, ROWS: tl.constexpr, BLOCK: 
     shift = -tl.where(new == float("-inf"), 0.0, new) * factor
     factors = tl.full((ROWS, BLOCK), factor, tl.float32)
     weights = tl.exp2(tl.fma(scores, factors, tl.broadcast_to(shift[:, None], (ROWS, BLOCK))))
-    faded = _factors(most, new, factor)
+    faded = faded_by(most, new, factor)
     total = tl.fma(total, faded, tl.sum(weights, 1))
     mixed = tl.dot(weights.to(v.dtype), v, mixed * faded[:, None], input_precision=PRECISION)
     return new, total, mixed
@@ -114,36 +111,6 @@ def _attend(
 
 
 @triton.jit
-def _join(most, total, mixed, its_most, its_total, its_mixed, factor):
-    """The states of two ranges of keys as one."""
-    new = tl.maximum(most, its_most)
-    faded, its_faded = _factors(most, new, factor), _factors(its_most, new, factor)
-    total = total * faded + its_total * its_faded
-    mixed = mixed * faded[:, None] + its_mixed * its_faded[:, None]
-    return new, total, mixed
-
-
-@triton.jit
-def _first_key(position, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the first block begins that a query there sees something of."""
-    if WINDOW > 0:
-        return tl.maximum(position - WINDOW + 1, 0) // BLOCK * BLOCK
-    return 0
-
-
-@triton.jit
-def _range(position, number, num_ranges, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
-    """The keys of one of a row's ranges, perhaps none. SPLIT: at absolute positions; 0: of num_ranges equal ones."""
-    first = _first_key(position, WINDOW, BLOCK)
-    if SPLIT > 0:
-        begin, end = number * SPLIT, number * SPLIT + SPLIT
-    else:
-        each = tl.cdiv(tl.cdiv(position + 1 - first, num_ranges), BLOCK) * BLOCK
-        begin, end = first + number * each, first + number * each + each
-    return tl.maximum(begin, first), tl.minimum(end, position + 1)
-
-
-@triton.jit
 def _beside(query, cache):
     """The query in the type that it is multiplied in."""
     if cache.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
@@ -156,10 +123,13 @@ def _decode_kernel(
     q, cache, table, index, slots, positions, partial, sums, out, stride_q, stride_plane, stride_head, table_width,
     scale, factor, num_ranges, ROWS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINGLE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    SINGLE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row and key head with its group of query heads: every n-th range, of n programs. partial [n, Hq, ranges, D]
     and sums [n, Hq, ranges, 2] are fp32. SINGLE: one program has all ranges, and its result goes to out."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
     if position < 0:
@@ -178,25 +148,25 @@ def _decode_kernel(
     if SINGLE:
         if SPLIT == 0:
             most, total, mixed = _attend(
-                query, every, position, _first_key(position, WINDOW, BLOCK), position + 1, k_plane, v_plane, pages,
+                query, every, position, first_key(position, WINDOW, BLOCK), position + 1, k_plane, v_plane, pages,
                 cache, 0, 0, scale, factor, ROWS, D, DP, PAGE, BLOCK, WINDOW, CAP, False, STAGES, PRECISION,
             )  # fmt: skip
         else:
             most = tl.full((ROWS,), float("-inf"), tl.float32)
             total = tl.zeros((ROWS,), tl.float32)
             mixed = tl.zeros((ROWS, DP), tl.float32)
-            for number in range(_first_key(position, WINDOW, BLOCK) // SPLIT, position // SPLIT + 1):
-                begin, end = _range(position, number, num_ranges, WINDOW, BLOCK, SPLIT)
+            for number in range(first_key(position, WINDOW, BLOCK) // SPLIT, position // SPLIT + 1):
+                begin, end = range_of(position, number, num_ranges, WINDOW, BLOCK, SPLIT)
                 its_most, its_total, its_mixed = _attend(
                     query, every, position, begin, end, k_plane, v_plane, pages, cache, 0, 0, scale, factor,
                     ROWS, D, DP, PAGE, BLOCK, WINDOW, CAP, False, STAGES, PRECISION,
                 )  # fmt: skip
-                most, total, mixed = _join(most, total, mixed, its_most, its_total, its_mixed, factor)
+                most, total, mixed = joined(most, total, mixed, its_most, its_total, its_mixed, factor)
         at = out + (packed * heads + head * G + group[:, None]) * D + dims[None, :]
         tl.store(at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
         for number in range(part, num_ranges, tl.num_programs(2)):
-            begin, end = _range(position, number, num_ranges, WINDOW, BLOCK, SPLIT)
+            begin, end = range_of(position, number, num_ranges, WINDOW, BLOCK, SPLIT)
             if begin < end:
                 most, total, mixed = _attend(
                     query, every, position, begin, end, k_plane, v_plane, pages, cache, 0, 0, scale, factor,
@@ -206,39 +176,6 @@ def _decode_kernel(
                 tl.store(partial + cell[:, None] * D + dims[None, :], mixed, mask=inside)
                 tl.store(sums + cell * 2, most, mask=of_group)
                 tl.store(sums + cell * 2 + 1, total, mask=of_group)
-
-
-@triton.jit(do_not_specialize=["num_ranges"])
-def _combine_kernel(
-    partial, sums, index, positions, out, factor, num_ranges, GP: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """One row and key head: its ranges, in their order."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    position = tl.load(positions + row)
-    if position < 0:
-        return
-    group, dims = tl.arange(0, GP), tl.arange(0, DP)
-    of_group = group < G
-    inside = of_group[:, None] & (dims < D)[None, :]
-    heads = tl.num_programs(1) * G
-    cells = (row.to(tl.int64) * heads + head * G + group) * num_ranges
-    most = tl.full((GP,), float("-inf"), tl.float32)
-    total = tl.zeros((GP,), tl.float32)
-    mixed = tl.zeros((GP, DP), tl.float32)
-    first, last = 0, num_ranges
-    if SPLIT > 0:
-        first, last = _first_key(position, WINDOW, BLOCK) // SPLIT, position // SPLIT + 1
-    for number in range(first, last):
-        begin, end = _range(position, number, num_ranges, WINDOW, BLOCK, SPLIT)
-        if begin < end:
-            cell = cells + number
-            its_most = tl.load(sums + cell * 2, mask=of_group, other=0.0)
-            its_total = tl.load(sums + cell * 2 + 1, mask=of_group, other=1.0)
-            its_mixed = tl.load(partial + cell[:, None] * D + dims[None, :], mask=inside, other=0.0)
-            most, total, mixed = _join(most, total, mixed, its_most, its_total, its_mixed, factor)
-    at = out + (tl.load(index + row).to(tl.int64) * heads + head * G + group[:, None]) * D + dims[None, :]
-    tl.store(at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -268,7 +205,7 @@ def _prompt_kernel(
     k_row = (plane * (stride_head // D)).to(tl.int32)
     v_row = (plane * (stride_head // D) + stride_plane // D).to(tl.int32)
     pages = table + slot.to(tl.int64) * table_width
-    begin, end = _first_key(start, WINDOW, BLOCK), start + count
+    begin, end = first_key(start, WINDOW, BLOCK), start + count
     if SPLIT == 0:
         most, total, mixed = _attend(
             query, position, start, begin, end, k_plane, v_plane, pages, bulk, k_row, v_row, scale, factor,
@@ -284,7 +221,7 @@ def _prompt_kernel(
                 k_plane, v_plane, pages, bulk, k_row, v_row, scale, factor,
                 QUERIES, D, DP, PAGE, BLOCK, WINDOW, CAP, BULK, STAGES, PRECISION,
             )  # fmt: skip
-            most, total, mixed = _join(most, total, mixed, its_most, its_total, its_mixed, factor)
+            most, total, mixed = joined(most, total, mixed, its_most, its_total, its_mixed, factor)
     at = out + ((packed + lines[:, None]) * HEADS + head) * D + dims[None, :]
     tl.store(at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -331,6 +268,7 @@ def attend_decode(
     most = triton.cdiv(table.shape[1] * page, SPLIT) if invariant else MOST_RANGES
     shared = num_programs(num_rows, num_kv_heads, most)
     ranges = most if invariant else shared
+    early = early_launch(q.device)
     partial = sums = out
     if shared > 1:
         partial = torch.empty(num_rows, num_heads, ranges, dim, dtype=torch.float32, device=q.device)
@@ -340,10 +278,15 @@ def attend_decode(
         table.shape[1], scale, factor, ranges, ROWS=rows, G=group, D=dim, DP=padded, PAGE=page, BLOCK=BLOCK,
         SPLIT=split, WINDOW=window or 0, CAP=softcap or 0.0, SINGLE=shared == 1,
         STAGES=_stages(q, 2 if invariant else 3), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=4, enable_fp_fusion=not invariant,
+        EARLY=bool(early), num_warps=4, enable_fp_fusion=not invariant, **early,
     )  # fmt: skip
-    if shared > 1:
-        _combine_kernel[(num_rows, num_kv_heads)](
+    if shared > 1 and not invariant:
+        join_kernel[(num_rows, num_heads)](
+            partial, sums, index, positions, out, factor, ranges, RANGES=triton.next_power_of_2(ranges), D=dim,
+            DP=padded, BLOCK=BLOCK, WINDOW=window or 0, EARLY=bool(early), num_warps=4, **early,
+        )  # fmt: skip
+    elif shared > 1:
+        combine_kernel[(num_rows, num_kv_heads)](
             partial, sums, index, positions, out, factor, ranges, GP=triton.next_power_of_2(group), G=group, D=dim,
             DP=padded, BLOCK=BLOCK, SPLIT=split, WINDOW=window or 0, num_warps=1, enable_fp_fusion=not invariant,
         )  # fmt: skip

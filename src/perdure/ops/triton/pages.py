@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from perdure.ops.triton.early import early_launch
 from perdure.ops.triton.rows import TILE, turned_heads
 
 
@@ -76,18 +77,23 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None
 
 @triton.jit
 def _turn_and_write_kernel(
-    qk, values, cos, sin, out, cache, slots, num_heads, num_kv_heads, stride_row, stride_head, v_stride_row,
-    v_stride_head, stride_plane, stride_kv_head, D: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    qk, values, cos, sin, norm, out, cache, slots, num_heads, num_kv_heads, stride_row, stride_head, v_stride_row,
+    v_stride_head, stride_plane, stride_kv_head, eps, D: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of a token: queries go to out, keys and the values beside them into the cache."""
+    """HEADS heads of a token: queries go to out, keys and the values beside them into the cache. EARLY: launched before
+    the kernel before has ended."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns = tl.arange(0, BLOCK)
     of_head = (columns < D)[None, :]
     turned = turned_heads(
-        qk, cos, sin, row, heads, num_heads + num_kv_heads, stride_row, stride_head, D, R, HEADS, BLOCK
-    )
+        qk, cos, sin, norm, row, heads, num_heads + num_kv_heads, stride_row, stride_head, eps, D, R, HEADS, BLOCK,
+        NORM, ONCE,
+    )  # fmt: skip
     at = out + (row * num_heads + heads)[:, None] * D + columns[None, :]
     tl.store(at, turned.to(out.dtype.element_ty), mask=(heads < num_heads)[:, None] & of_head)
     slot = tl.load(slots + row).to(tl.int64)
@@ -100,9 +106,22 @@ def _turn_and_write_kernel(
         tl.store(page + stride_plane, as_stored(v, cache), mask=inside)
 
 
-def turn_and_write(qk: Tensor, values: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
+def turn_and_write(
+    qk: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    once: bool = False,
+) -> Tensor:
     """The queries of qk [N, Hq + Hkv, D], turned (`ops.triton.rows.rotate`), and its keys, turned, with values
-    [N, Hkv, D] in a layer's pages (`write_kv`). cos and sin are [N, 1, R]."""
+    [N, Hkv, D] in a layer's pages (`write_kv`). cos and sin are [N, 1, R].
+
+    norm_weight [Hq + Hkv, D], eps, once: of a norm of each head before it turns, `rms_norm_once` or `rms_norm`."""
+    assert norm_weight is None or norm_weight.is_contiguous()
     num_rows, num_all, dim = qk.shape
     num_kv_heads = values.shape[1]
     num_heads = num_all - num_kv_heads
@@ -110,9 +129,10 @@ def turn_and_write(qk: Tensor, values: Tensor, cos: Tensor, sin: Tensor, cache: 
     if num_rows:
         block = triton.next_power_of_2(dim)
         heads = min(triton.next_power_of_2(num_all), max(1, TILE // block))
+        early = early_launch(qk.device)
         _turn_and_write_kernel[(num_rows, triton.cdiv(num_all, heads))](
-            qk, values, cos, sin, out, cache, slots, num_heads, num_kv_heads, qk.stride(0), qk.stride(1),
-            values.stride(0), values.stride(1), cache.stride(0), cache.stride(1), D=dim, R=cos.shape[-1], HEADS=heads,
-            BLOCK=block, num_warps=4,
+            qk, values, cos, sin, norm_weight, out, cache, slots, num_heads, num_kv_heads, qk.stride(0), qk.stride(1),
+            values.stride(0), values.stride(1), cache.stride(0), cache.stride(1), eps, D=dim, R=cos.shape[-1],
+            HEADS=heads, BLOCK=block, NORM=norm_weight is not None, ONCE=once, EARLY=bool(early), num_warps=4, **early,
         )  # fmt: skip
     return out

@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from perdure.ops.rope import RotaryTable
+from perdure.ops.triton.early import early_launch
+
 TILE = 2048  # elements a program of a norm holds at once, where rows are short
 
 
@@ -19,8 +22,13 @@ TILE = 2048  # elements a program of a norm holds at once, where rows are short
 def _norm_kernel(
     x, added, weight, total, out, num_rows, num_heads, stride_row, stride_head, stride_weight, eps,
     H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of [N * J, H]. ADD: x + added is what is normalised, and goes to total. ONCE: one rounding, at last."""
+    """ROWS rows of [N * J, H]. ADD: x + added is what is normalised, and goes to total. ONCE: one rounding, at last.
+    EARLY: see `early`."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < H)[None, :]
@@ -52,11 +60,13 @@ def _launch_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, on
     total = torch.empty_like(out) if added is not None else out
     block = triton.next_power_of_2(width)
     rows = max(1, TILE // block)
+    early = early_launch(x.device)
     if num_rows:
         _norm_kernel[(triton.cdiv(num_rows, rows),)](
             x, x if added is None else added, weight, total, out, num_rows, heads,
             x.stride(0), x.stride(1) if heads > 1 else 0, weight.stride(0) if weight.dim() == 2 else 0, eps,
-            H=width, BLOCK=block, ROWS=rows, ADD=added is not None, ONCE=once, num_warps=8 if block >= 4096 else 4,
+            H=width, BLOCK=block, ROWS=rows, ADD=added is not None, ONCE=once, EARLY=bool(early),
+            num_warps=8 if block >= 4096 else 4, **early,
         )  # fmt: skip
     return total, out
 
@@ -77,7 +87,12 @@ def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
 
 
 @triton.jit
-def _gated_kernel(gate_up, out, num_columns, stride_row, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_kernel(
+    gate_up, out, num_columns, stride_row, GELU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -97,9 +112,9 @@ def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
     num_rows, width = gate_up.shape
     out = torch.empty(num_rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
-        block = min(1024, triton.next_power_of_2(width // 2))
+        block, early = min(1024, triton.next_power_of_2(width // 2)), early_launch(gate_up.device)
         _gated_kernel[(num_rows, triton.cdiv(width // 2, block))](
-            gate_up, out, width // 2, gate_up.stride(0), GELU=gelu, BLOCK=block, num_warps=4
+            gate_up, out, width // 2, gate_up.stride(0), GELU=gelu, BLOCK=block, EARLY=bool(early), num_warps=4, **early
         )
     return out
 
@@ -115,12 +130,21 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
+def _normalised(values, weights, factor, type: tl.constexpr, ONCE: tl.constexpr):
+    """As `_norm_kernel` rounds."""
+    normal = values * factor
+    if not ONCE:
+        normal = normal.to(type).to(tl.float32)
+    return (normal * weights.to(tl.float32)).to(type).to(tl.float32)
+
+
+@triton.jit
 def turned_heads(
-    x, cos, sin, row, heads, num_heads, stride_row, stride_head, D: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, cos, sin, norm, row, heads, num_heads, stride_row, stride_head, eps, D: tl.constexpr, R: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """Heads [HEADS] of a row of x, turned, [HEADS, BLOCK] in fp32. cos and sin [N, R], the sines of the first half
-    negative."""
+    negative. NORM: each is normalised before, with weights norm [J, D]. ONCE: see `_norm_kernel`."""
     columns = tl.arange(0, BLOCK)
     turning = columns < R
     partner = tl.where(turning, (columns + R // 2) % R, columns)
@@ -128,6 +152,13 @@ def turned_heads(
     at = x + row * stride_row + (heads * stride_head)[:, None]
     own = tl.load(at + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     other = tl.load(at + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(own * own, axis=1) / D + eps)[:, None]
+        weights = norm + heads[:, None] * D
+        own_weights = tl.load(weights + columns[None, :], mask=inside, other=0.0)
+        other_weights = tl.load(weights + partner[None, :], mask=inside, other=0.0)
+        own = _normalised(own, own_weights, factor, x.dtype.element_ty, ONCE)
+        other = _normalised(other, other_weights, factor, x.dtype.element_ty, ONCE)
     c = tl.load(cos + row * R + columns, mask=turning, other=1.0).to(tl.float32)
     s = tl.load(sin + row * R + columns, mask=turning, other=0.0).to(tl.float32)
     cosines, sines = tl.broadcast_to(c[None, :], (HEADS, BLOCK)), tl.broadcast_to(s[None, :], (HEADS, BLOCK))
@@ -143,7 +174,9 @@ def _rotate_kernel(
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns = tl.arange(0, BLOCK)
     inside = (heads < num_heads)[:, None] & (columns < D)[None, :]
-    result = turned_heads(x, cos, sin, row, heads, num_heads, stride_row, stride_head, D, R, HEADS, BLOCK)
+    result = turned_heads(
+        x, cos, sin, x, row, heads, num_heads, stride_row, stride_head, 0.0, D, R, HEADS, BLOCK, False, False
+    )
     at = out + (row * num_heads + heads)[:, None] * D + columns[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=inside)
 
@@ -160,3 +193,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             D=dim, R=cos.shape[-1], HEADS=heads, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _rotations_kernel(cosines, sines, positions, cos, sin, R: tl.constexpr, BLOCK: tl.constexpr):
+    """A row of both, from its position's row of the tables."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < R
+    at = tl.load(positions + row).to(tl.int64) * (R // 2) + columns % (R // 2)
+    c, s = tl.load(cosines + at, mask=inside, other=0.0), tl.load(sines + at, mask=inside, other=0.0)
+    s = tl.where(columns < R // 2, -s, s)
+    tl.store(cos + row * R + columns, c.to(cos.dtype.element_ty), mask=inside)
+    tl.store(sin + row * R + columns, s.to(sin.dtype.element_ty), mask=inside)
+
+
+def rotations(table: RotaryTable, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`ops.rope.rotations`."""
+    num_rows, width = len(positions), 2 * table.cos.shape[1]
+    cos, sin = torch.empty(2, num_rows, 1, width, dtype=dtype, device=positions.device)
+    if num_rows:
+        _rotations_kernel[(num_rows,)](
+            *table, positions, cos, sin, R=width, BLOCK=triton.next_power_of_2(width), num_warps=1
+        )
+    return cos, sin

@@ -313,7 +313,9 @@ class CudaRunner:
                 q = turned[:, :num_heads]
                 write_kv(turned[:, num_heads:], v, cache, step.write)
             else:
-                q = turn_and_write(qk, v, turn.cos, turn.sin, cache, step.write)
+                norm = turn.head_norm
+                of_norm = () if norm is None else (norm.weight, norm.eps, norm.once)
+                q = turn_and_write(qk, v, turn.cos, turn.sin, cache, step.write, *of_norm)
             return form.run(q, cache, rows)
 
         tokens = step.tokens
