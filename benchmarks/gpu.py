@@ -75,6 +75,7 @@ SECTIONS: dict[str, Section] = {
     **_job("b64 invariant"),
     **_job("b256 invariant"),
     **_job("nano invariant"),
+    **_job("nano without bursts"),
 }
 assert {*JOBS} <= {*SECTIONS}, "a job that nothing runs"
 LEAST_SECONDS = 20  # that are left when a section is begun

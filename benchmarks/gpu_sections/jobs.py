@@ -6,6 +6,7 @@
   out.
 - b64-fp8: the same with weights of 8 bits; b256-fp8: with pages of 8 bits, too. No floor: what bf16 needs is none.
 - All draw at temperature 0.6, do not stop at end ids, read no cached prefix and take and give ids.
+- "without bursts": the same one step a plan (`max_burst_ms=0`).
 - "invariant": the same with `batch_invariant`; what that costs is seen beside the others of the same run.
 """
 
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
 from gpu_sections.report import Found, Setup, close, workload
 from perdure import LLM, SamplingParams
@@ -49,6 +51,7 @@ FIGURES: dict[str, dict[str, Any]] = {
     "b64-fp8": {"unit": OUTPUT},
     "b256-fp8": {"unit": OUTPUT},
     "prefill": {"unit": "prompt tokens/s", "floor": 55_000, "goal": 47_000},
+    "nano without bursts": {"unit": OUTPUT, "floor": 36_200},
     "nano invariant": {"unit": OUTPUT, "floor": 36_200},
     "b64 invariant": {"unit": OUTPUT, "floor": 9_070, "gate": 5_900},
     "b256 invariant": {"unit": OUTPUT, "floor": 8_225, "gate": 0.85 * 6_060},
@@ -90,23 +93,28 @@ JOBS |= {
     for name, (shape, make, config) in JOBS.items()
     if name in ("nano", "b64", "b256")
 }
-PROFILED = ("nano", "q1", "b1", "b64")
+JOBS["nano without bursts"] = (QWEN3_06B, nano_job, JOBS["nano"][2] | {"max_burst_ms": 0})
+PROFILED = ("nano", "nano without bursts", "q1", "b1", "b64")
+A_LAUNCH_NS = 10_000
+"""What is longer between two kernels is the host's."""
 
 
 class HostTime:
-    """Seconds that the loop's thread spends planning, launching, waiting and committing."""
+    """Seconds that the loop's thread spends planning, launching, waiting and committing; steps of the device, and how
+    many plans they came in."""
 
     def __init__(self, llm: LLM) -> None:
         engine = llm._engine
         self.seconds = dict.fromkeys(("plan", "launch", "wait", "commit"), 0.0)
-        self.steps = 0
+        self.steps = self.plans = 0
         loop, runner = engine._loop, engine.resolved.runner
         loop.scheduler.plan = self._timed("plan", loop.scheduler.plan)
         loop.scheduler.commit = self._timed("commit", loop.scheduler.commit)
         launch = self._timed("launch", runner.launch)
 
         def launched(plan: Any) -> Any:
-            self.steps += 1
+            self.steps += plan.num_steps
+            self.plans += 1
             ticket = launch(plan)
             ticket.wait = self._timed("wait", ticket.wait)
             return ticket
@@ -125,7 +133,7 @@ class HostTime:
 
     def reset(self) -> None:
         self.seconds = dict.fromkeys(self.seconds, 0.0)
-        self.steps = 0
+        self.steps = self.plans = 0
 
     def a_step(self) -> dict[str, float]:
         """Milliseconds."""
@@ -156,6 +164,23 @@ def kernels(run: Callable[[int], object], steps: int) -> list[str]:
     return [f"{busy:9.1f}        all kernels", *(f"{us:9.1f} {count:6.1f} {name[:90]}" for name, (us, count) in ranked)]
 
 
+def host_share(run: Callable[[int], object], steps: int) -> float:
+    """Percent of the time of steady decoding in which the GPU had nothing to do but to wait for the host. run: as of
+    `kernels`; the first half of the steps is left out."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run(steps + 1)
+    events = [one for one in profile.profiler.kineto_results.events() if one.device_type() == DeviceType.CUDA]
+    draws = sorted(one.start_ns() for one in events if one.name() == "_draw_kernel")
+    begin, end = draws[-steps // 2], draws[-1]
+    spans = sorted((one.start_ns(), one.start_ns() + one.duration_ns()) for one in events)
+    busy_until, waited = begin, 0
+    for start, finish in spans:
+        if begin < start <= end and start - busy_until > A_LAUNCH_NS:
+            waited += start - busy_until
+        busy_until = max(busy_until, finish)
+    return round(100 * waited / (end - begin), 2)
+
+
 def job(name: str, setup: Setup) -> Found:
     """One of `JOBS`; b256 gives `prefill`, too."""
     shape, make, config = JOBS[name]
@@ -168,7 +193,12 @@ def job(name: str, setup: Setup) -> Found:
     run_job(llm, prompts, [min(count, 16) for count in new_tokens])  # warm-up
     host.reset()
     seconds = run_job(llm, prompts, new_tokens)
-    more: dict[str, Any] = {"seconds": round(seconds, 3), "steps": host.steps, "ms_of_host_a_step": host.a_step()}
+    more: dict[str, Any] = {
+        "seconds": round(seconds, 3),
+        "steps": host.steps,
+        "plans": host.plans,
+        "ms_of_host_a_step": host.a_step(),
+    }
     value = sum(new_tokens) / seconds
     prefill_rate = 0.0
     if not name.startswith("nano"):
@@ -179,7 +209,8 @@ def job(name: str, setup: Setup) -> Found:
         value = 1 / step if FIGURES[name]["unit"] == DECODE else value
     more["description"] = {k: v for k, v in llm.describe().items() if k in ("cuda_graphs", "pool", "kernels")}
     if setup.profile and name in PROFILED:
-        more["kernels"] = kernels(lambda count: run_job(llm, prompts, [count] * len(prompts)), 32)
+        run: Callable[[int], object] = lambda count: run_job(llm, prompts, [count] * len(prompts))  # noqa: E731
+        more["kernels"], more["percent_waiting_for_host"] = kernels(run, 32), host_share(run, 64)
     close(llm)
     found = {name: workload(round(value, 1), **FIGURES[name], **more)}
     if name == "b256":

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from perdure.api.ending import Failure
-from perdure.api.plan import StepPlan
+from perdure.api.plan import MOST_STEPS, StepPlan
 from perdure.core import budget
-from perdure.engine.pace import MOST_STEPS, Pace
+from perdure.engine.pace import Pace
 from tests.core.helpers import Bench, request
 from tests.witness import witness
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from perdure.api.plan import StepOutput
+from perdure.api.plan import Adjustments, StepOutput
 from perdure.models.base import Weights, joined_shape
 from perdure.models.llama import LlamaModel, parameters
 from perdure.ops.kernels import triton_kernels
+from perdure.runner.bursts import joined
 from perdure.runner.cuda.runner import CudaRunner
 from perdure.runner.shapes import ShapeRules
 from tests.cuda.conftest import ON_GPU
@@ -113,6 +115,67 @@ def test_the_same_life_as_on_a_cpu(device, right, form):
         replays = {str(shape.num_tokens): n for shape, n in driver.device.shapes.num_steps.items() if n}
         assert replays["4"] == NUM_DECODES
         witness("feat-cuda-graph", replays=replays, shapes=[shape.num_tokens for shape in driver.device.shapes.shapes])
+
+
+BURST = (9, 6, 1, 9) if ON_GPU else (3, 2, 1, 3)
+LENGTHS = (5, 33, 9, 6) if ON_GPU else (3, 5, 4, 2)
+
+
+def bursts(driver: Driver, lengths: tuple[int, ...]) -> list[StepOutput]:
+    """The same four rows but for prompt scores, two that look back and one that is given, then two bursts of them."""
+    prompts = [prompt(length) for length in LENGTHS]
+    words = Adjustments(bad_words=((3, 4), (7,)), repetition_penalty=1.4, history=tuple(prompts[0]))
+    driver.admit(0, len(prompts[0]), adjustments=words)
+    driver.admit(1, len(prompts[1]), temperature=0.8, top_p=0.95, seed=7, num_logprobs=3)
+    driver.admit(2, len(prompts[2]), temperature=1.0, top_k=9, seed=2**40 + 5, forced_ids=(5, 6, 7, 8))
+    driver.admit(
+        3, len(prompts[3]), min_tokens=4, masked_ids=tuple(range(0, 200, 2)), num_logprobs=0, listed_ids=(1, 2)
+    )
+    first = driver.run(*(Row(slot, ids) for slot, ids in enumerate(prompts)))
+    times = range(1 + ON_GPU)
+    return [first, *(driver.run(*(Row(slot, steps=n) for slot, n in enumerate(lengths))) for _ in times)]
+
+
+def one_by_one(driver: Driver, lengths: tuple[int, ...]) -> list[StepOutput]:
+    """A burst's outputs from single steps."""
+    run, driver.run = driver.run, lambda *rows: _stepped(run, rows)  # type: ignore[method-assign]
+    return bursts(driver, lengths)
+
+
+def _stepped(run: Any, rows: tuple[Row, ...]) -> StepOutput:
+    parts = []
+    for step in range(max(row.steps for row in rows)):
+        present = [at for at, row in enumerate(rows) if row.steps > step]
+        parts.append((present, run(*(replace(rows[at], steps=1) for at in present))))
+    return joined(run.__self__.plan(*rows), parts)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_burst_is_single_steps(device, form):
+    if not ON_GPU and form != "graphs":
+        pytest.skip("the interpreter takes a second a step, and one form says most")
+    right = one_by_one(Driver(tiny_model()), BURST)
+    driver = CudaDriver(device, **FORMS[form])
+    for found, expected in zip(bursts(driver, BURST), right, strict=True):
+        check_equal(found, expected)
+    assert right[1].num_sampled == [*BURST] and len(right[1].records.row) == BURST[1] + BURST[3]
+    if (shapes := driver.device.shapes) is not None:
+        replays = {str(shape.num_tokens): n for shape, n in shapes.num_steps.items() if n}
+        witness("burst-runner", form=form, steps=max(BURST), replays=replays, tokens=len(right[1].tokens))
+
+
+def test_a_row_that_fails_in_a_burst_keeps_what_came_before(device):
+    """Nothing is left for its fourth token; its neighbour goes on, and in a burst after it, too."""
+    driver = CudaDriver(device, backend="auto" if ON_GPU else "reference")
+    only = Adjustments(allowed_ids=(3,), bad_words=((3, 3, 3, 3),), history=tuple(prompt(5)))
+    driver.admit(0, 5, adjustments=only, num_logprobs=0)
+    driver.admit(1, 2)
+    driver.run(Row(0, prompt(5)), Row(1, prompt(2)))
+    found = driver.run(Row(0, steps=4), Row(1, steps=4))
+    assert [row for row, _ in found.errors] == [0] and found.num_sampled == [2, 4]
+    assert found.tokens[:2] == [3, 3] and len(found.tokens) == 6 and found.records.position == [6, 7]
+    later = driver.run(Row(0, steps=2), Row(1, steps=2))
+    assert [row for row, _ in later.errors] == [0] and later.num_sampled == [0, 2]
 
 
 def test_T59_padding_writes_nowhere(gpu):

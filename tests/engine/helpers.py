@@ -26,6 +26,7 @@ from perdure.api.request import Request
 from perdure.api.scores import TokenScores
 from perdure.engine.engine import Engine
 from perdure.engine.llm import LLM, Call
+from perdure.engine.pace import Pace
 from perdure.models.tiny import BOS_ID, make_tiny_llama
 from perdure.runner.base import Ticket
 from perdure.runner.runner import Runner
@@ -219,6 +220,7 @@ class Brake:
         """Steps that may still run; None = as many as there are."""
         self._is_held = False
         self._num_uncommitted = 0
+        engine._loop.pace = Pace()  # it counts plans, so each is one step
         if isinstance(runner, Runner):
             runner.execute = partial(self._braked, runner.execute)  # type: ignore[method-assign]
         else:

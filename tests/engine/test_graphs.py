@@ -39,9 +39,9 @@ class StepWatch:
         if (graphs := getattr(runner, "graphs", None)) is not None:
             graphs.replay = partial(self._replayed, graphs.replay)
 
-    def _taken(self, take: Any, *counts: int) -> Shape | None:
-        shape = take(*counts)
-        self.steps.append((*counts, shape))
+    def _taken(self, take: Any, tokens: int, prompts: int, decodes: int, num_steps: int = 1) -> Shape | None:
+        shape: Shape | None = take(tokens, prompts, decodes, num_steps)
+        self.steps += [(tokens, prompts, decodes, shape)] * num_steps
         return shape
 
     def _forward(self, forward: Any, ids: Any, *arguments: Any) -> Any:

@@ -76,7 +76,8 @@ def dense_logits(model: Model, ids: list[int]) -> np.ndarray:
 
 @dataclass
 class Row:
-    """One row of a plan: tokens from `start` on, or None for the position and token on the device."""
+    """One row of a plan: tokens from `start` on, or None for the position and token on the device, and so many steps
+    from there."""
 
     slot: int
     tokens: list[int] | None = None
@@ -84,6 +85,7 @@ class Row:
     sample: bool = True
     targets: list[int] = field(default_factory=list)
     target_start: int = 0
+    steps: int = 1
 
 
 class Driver:
@@ -128,7 +130,7 @@ class Driver:
             request=[self.requests[row.slot] for row in rows],
             slot=[row.slot for row in rows],
             start=[DEVICE_POSITION if row.tokens is None else row.start for row in rows],
-            length=[1 if row.tokens is None else len(row.tokens) for row in rows],
+            length=[row.steps if row.tokens is None else len(row.tokens) for row in rows],
             num_tokens=[len(row.tokens or ()) for row in rows],
             tokens=[token for row in rows for token in row.tokens or ()],
             sample=[int(row.sample) for row in rows],

@@ -15,6 +15,9 @@ from perdure.api.structured import StructuredOutputsParams
 DEVICE_POSITION = -1
 """`start` of a row that goes on where its device row stands, with the token sampled last into that row."""
 
+MOST_STEPS = 16
+"""Of a burst: by then a step's share of the host's work is small, and of rows that end inside not much is in vain."""
+
 
 class Adjustments(msgspec.Struct, frozen=True, array_like=True):
     """What is done to a row's logits before its temperature, beyond the mask of `RowInit.masked_ids`.

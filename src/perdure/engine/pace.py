@@ -5,10 +5,7 @@ Whoever comes meanwhile, to submit or to abort, waits for its end. So it is shor
 
 from __future__ import annotations
 
-from perdure.api.plan import StepPlan
-
-MOST_STEPS = 16
-"""By then a step's share of the host's work is small, and of rows that end inside not much is computed in vain."""
+from perdure.api.plan import MOST_STEPS, StepPlan
 
 SERVING_MS = 10
 """How long a burst lasts at most where not every request is of a closed call."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from perdure.runner.cuda.runner import CudaRunner
 
 MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-MAX_BURST_MS = {"cpu": 0, "cuda": 0}  # a step is long on a CPU, and the host the same
+MAX_BURST_MS = {"cpu": 0, "cuda": 200}  # a step is long on a CPU, and the host the same
 
 POOL_SHARE = 4
 """The pool takes at most one part in so many of the memory that is free."""

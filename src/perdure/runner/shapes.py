@@ -146,13 +146,13 @@ class ShapeSet:
         self.num_steps = dict.fromkeys(self.shapes, 0)
         self.num_others = 0
 
-    def take(self, num_tokens: int, num_prompts: int, num_decodes: int) -> Shape | None:
-        """The shape that such a step is padded to; None: it runs as it is."""
+    def take(self, num_tokens: int, num_prompts: int, num_decodes: int, num_steps: int = 1) -> Shape | None:
+        """The shape that such a step, or so many, is padded to; None: it runs as it is."""
         shape = match(self.shapes, num_tokens, num_prompts, num_decodes)
         if shape is None:
-            self.num_others += 1
+            self.num_others += num_steps
         else:
-            self.num_steps[shape] += 1
+            self.num_steps[shape] += num_steps
         return shape
 
 

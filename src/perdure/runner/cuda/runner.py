@@ -2,7 +2,8 @@
 
 - What a step needs of its rows is with it in one block of numbers (`step`); pages, block tables and the tokens sampled
   last stay on the device, where the next step reads them.
-- A step that a captured shape fits is padded to it and replayed, others run as they are; both are one function.
+- A step that a captured shape fits is padded to it and replayed, others run as they are; both are one function. A
+  burst is its first step's shape several times, with numbers that are all sent before (`bursts`).
 - Tokens are drawn and scored there (`sampler`), whatever was asked but functions of the caller's and scores of whole
   vocabularies: such rows are sampled on the host, and their step waits for its logits.
 - The host's account of the rows (`runner.row_store`) is complete but for tokens that are not back yet.
@@ -12,7 +13,7 @@ Shapes: S slots, W = the most pages of a request, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from threading import Thread
 
 import numpy as np
@@ -30,12 +31,13 @@ from perdure.ops.attention.paged import PagedRows, make_paged
 from perdure.ops.triton.adjust import Adjusted
 from perdure.ops.triton.pages import turn_and_write, write_kv
 from perdure.ops.triton.sampling import Kept
+from perdure.runner.cuda.bursts import Burst, Bursts
 from perdure.runner.cuda.graphs import Graphs
 from perdure.runner.cuda.pages import DevicePages, to_device
 from perdure.runner.cuda.sampler import DeviceSampler, Parts, filter_of, score_prompt
 from perdure.runner.cuda.scores import PendingScores
-from perdure.runner.cuda.step import StepColumns, StepSize, blocks_of
-from perdure.runner.cuda.ticket import Launched, StagedStep, Staging, StepTicket
+from perdure.runner.cuda.step import StepColumns, StepSize, blocks_of, longest_first
+from perdure.runner.cuda.ticket import Launched, LaunchedBurst, StagedStep, Staging, StepTicket
 from perdure.runner.failed_rows import FailedRows, failed_output, with_rows, without_rows
 from perdure.runner.functions import Functions
 from perdure.runner.grammars import Grammars
@@ -116,7 +118,10 @@ class CudaRunner:
             blocks = -(-most // self._block_size) + max_num_seqs
             largest = StepSize(most, max_num_seqs, blocks, max_num_seqs)
             self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
-            self._staging = Staging(largest.num_words, 2 * max_num_seqs, device)
+            most = max(max_num_seqs, *(shape.num_tokens for shape in captured if not shape.num_prompts), 0)
+            decoding = StepSize(most, max_num_seqs, 0, max_num_seqs)
+            self._bursts = Bursts(self._rows, self._sampler, page_size, decoding)
+            self._staging = Staging(max(largest.num_words, self._bursts.num_words), self._bursts.results)
             self._largest = largest
             self._is_stale = False
             self.graphs: Graphs | None = None
@@ -222,6 +227,8 @@ class CudaRunner:
             return StepTicket.of(with_rows(StepOutput.empty(plan.step), failed, whole))
 
         step = pack(plan, self._rows, self._page_size)
+        if plan.num_steps > 1:
+            return self._launch_burst(plan, Burst(step, np.array(plan.length)), whole, failed)
         self._rows.advance(step.slots, step.ends)
         self._masks.begin(self._rows.adjustments.wanted_masks(step.slots[step.sampled]))
         parts = self._sampler.parts(step)
@@ -231,9 +238,29 @@ class CudaRunner:
         try:
             hidden = self._compute(step, parts, staged, launched)
             launched.prompt_scores, launched.prompt_entries = self._score_targets(hidden, step, launched.errors)
-            staged.send(self._sampler.results, len(parts.on_device))
+            staged.send(self._sampler.results[None], len(parts.on_device))
             if len(parts.on_host):
                 self._sample_on_host(hidden, step, parts.on_host, launched)
+        except BaseException:
+            self._staging.give_back(staged)
+            raise
+        return StepTicket(self._finish, launched, staged, self._staging, whole, failed)
+
+    def _launch_burst(self, plan: StepPlan, burst: Burst, whole: StepPlan, failed: Mapping[int, Failure]) -> StepTicket:
+        """The same of several steps in a row."""
+        first, count = burst.first, len(burst.lengths)
+        self._rows.advance(first.slots, burst.ends)
+        shape = None if self.shapes is None else self.shapes.take(count, 0, count, burst.num_steps)
+        size = StepSize(count, count, 0, count) if shape is None else self._size_of(shape)
+        launched = LaunchedBurst(
+            plan.step, plan.request, first.sampled, first.slots, first.slots, lengths=burst.lengths, first=first.ends
+        )
+        staged, words = self._staging.take(), self._words[: size.num_words]
+        try:
+            launched.scores = self._bursts.run(
+                burst, size, staged, words, lambda step: self._compute_words(size, shape, step)
+            )
+            staged.send(self._bursts.results[: burst.num_steps], count)
         except BaseException:
             self._staging.give_back(staged)
             raise
@@ -255,7 +282,7 @@ class CudaRunner:
         """Hidden states of the step's tokens; tokens and scores of rows that the device samples are on their way."""
         lengths = np.diff(step.offsets)
         ones, prompts = np.flatnonzero(lengths == 1), np.flatnonzero(lengths > 1)
-        ones = ones[np.argsort(-step.starts[ones], kind="stable")]  # those that take longest begin first
+        ones = longest_first(step, ones)
         num_tokens = int(step.offsets[-1])
         shape = None if self.shapes is None else self.shapes.take(num_tokens, len(prompts), len(ones))
         if shape is not None and len(ones) > shape.num_decodes:  # the rest goes in the places of prompts
@@ -269,11 +296,7 @@ class CudaRunner:
         columns.fill(step, ones, blocks, parts.on_device)
         self._sampler.fill(columns.samples, step, parts)
         staged.copy_to(self._words[: size.num_words])
-        if shape is None or self.graphs is None:
-            self._plan_attention(step)
-            outputs = self._compute_size(size)
-        else:
-            outputs = self.graphs.replay(shape)
+        outputs = self._compute_words(size, shape, step)
         if not count:
             return outputs[0]
         hidden, drawn, kept = outputs[0], Adjusted(*outputs[1:6]), Kept(*outputs[6:])
@@ -284,6 +307,13 @@ class CudaRunner:
             settings = StepColumns.on_device(self._words[: size.num_words], size).samples.settings()
             launched.scores = self._sampler.scores(step, parts, (drawn, kept, settings), after)
         return hidden
+
+    def _compute_words(self, size: StepSize, shape: Shape | None, step: PackedStep) -> tuple[Tensor, ...]:
+        """The step whose numbers are in place, by its graph if it has one."""
+        if shape is not None and self.graphs is not None:
+            return self.graphs.replay(shape)
+        self._plan_attention(step)
+        return self._compute_size(size)
 
     def _plan_attention(self, step: PackedStep) -> None:
         if planned := [form for form in self._forms.values() if form.is_planned]:
@@ -364,6 +394,7 @@ class CudaRunner:
         # A slot may have another request by now, which this step's result is nothing to.
         here = self._rows.request[launched.all_slots] == launched.requests
         good &= here[launched.rows]
-        self._rows.sampled(launched.slots[good], tokens[good])
+        for drawn, has_token in zip(tokens, good, strict=True):
+            self._rows.sampled(launched.slots[has_token], drawn[has_token])
         self._failed.learn(launched.all_slots.tolist(), [(row, why) for row, why in output.errors if here[row]])
         return output

@@ -85,12 +85,23 @@ class SampleColumns:
 
     def pad(self, nobody: int) -> None:
         """Rows that are none. nobody: the slot that their tokens go to."""
+        self.leave(slice(None), nobody)
+
+    def leave(self, at: Ints | slice, nobody: int) -> None:
+        """The same at these places alone."""
         for name in _INTS:
-            getattr(self, name)[:] = 0
-        self.slots[:] = nobody
-        self.asked[:] = self.masks[:] = 0
-        self.temperature[:] = self.min_p[:] = 0
-        self.top_p[:] = 1
+            getattr(self, name)[at] = 0
+        self.slots[at] = nobody
+        self.asked[at] = self.masks[at] = 0
+        self.temperature[at] = self.min_p[at] = 0
+        self.top_p[at] = 1
+
+    def turn(self, slots: Ints, output_index: Ints, rows: RowStore, asked: Ints) -> None:
+        """The first rows' tokens stand at these output indices now; all else stays."""
+        count = len(slots)
+        self.output_index[:count] = output_index
+        self.forced[:count] = rows.forced(slots, output_index)
+        self.asked[:count] = asked
 
     def fill(self, at: Ints, slots: Ints, output_index: Ints, rows: RowStore, asked: Ints) -> None:
         """Write rows at these places: the requests in slots, at these output indices; asked: addresses."""

@@ -104,6 +104,12 @@ class DeviceSampler:
         touched = self._rows.adjustments.touches(slots, output_index)
         columns.fill(at, slots, output_index, self._rows, np.where(touched, self._addresses[slots], 0))
 
+    def turn(self, columns: SampleColumns, step: PackedStep) -> None:
+        """The same rows at the output indices of another step."""
+        output_index = self._rows.output_index(step.slots, step.ends)
+        touched = self._rows.adjustments.touches(step.slots, output_index)
+        columns.turn(step.slots, output_index, self._rows, np.where(touched, self._addresses[step.slots], 0))
+
     def draw(self, logits: Tensor, settings: Settings) -> tuple[Adjusted, Kept]:
         """Of the first rows of results. Waits for nothing and looks at no value."""
         tokens, codes = self.results[:, : len(logits)]
@@ -139,6 +145,10 @@ class DeviceSampler:
         if masked is not None:
             found.append(self._scores(step, parts.on_device, parts.masked, np.arange(len(parts.masked)), masked))
         return [one for one in found if one is not None]
+
+    def scores_in_burst(self, step: PackedStep, at: Ints, drawn: Drawn) -> PendingScores | None:
+        """Of those of a burst's rows that asked. at: which are in this step of it."""
+        return self._scores(step, np.arange(len(step.slots)), at, at, drawn)
 
     def _scores(
         self, step: PackedStep, on_device: Ints, results: Ints, drawn_rows: Ints, drawn: Drawn

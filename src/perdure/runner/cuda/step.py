@@ -98,6 +98,12 @@ class StepColumns:
         self.hidden[: len(sampled)] = step.sampled_hidden[sampled]
 
 
+def longest_first(step: PackedStep, rows: Ints) -> Ints:
+    """Of rows of one query: those that take longest begin first."""
+    ordered: Ints = rows[np.argsort(-step.starts[rows], kind="stable")]
+    return ordered
+
+
 def blocks_of(step: PackedStep, rows: Ints, block_size: int) -> Ints:
     """The blocks [b, 4] of these rows, those with the longest past first: they take longest."""
     if not len(rows):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from perdure.api.ending import BAD_LOGITS, NOTHING_ALLOWED, NOTHING_LEFT, Failure
 from perdure.api.errors import StepFailed
-from perdure.api.plan import StepOutput, StepPlan
+from perdure.api.plan import ScoreColumns, StepOutput, StepPlan
 from perdure.ops.triton.adjust import FINE, STALE, UNUSABLE
 from perdure.ops.triton.adjust import NOTHING_LEFT as LEAVES_NOTHING
 from perdure.runner.cuda.scores import PendingScores
@@ -37,39 +37,40 @@ WHY = {
 class StagedStep:
     """words: the step's numbers, as the host writes them."""
 
-    def __init__(self, num_words: int, num_results: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
+    def __init__(self, num_words: int, results: torch.Tensor) -> None:
+        on_gpu = results.is_cuda
         self._words = torch.zeros(num_words, dtype=torch.int32, pin_memory=on_gpu)
-        self._results = torch.zeros(num_results, dtype=torch.int32, pin_memory=on_gpu)
+        self._results = torch.zeros(results.shape, dtype=torch.int32, pin_memory=on_gpu)
         self.words = self._words.numpy()
         self._event = torch.cuda.Event() if on_gpu else None
-        self._count = 0
+        self._num_steps = self._count = 0
 
     def copy_to(self, words: torch.Tensor) -> None:
         """Have the numbers copied to the device."""
         words.copy_(self._words[: len(words)], non_blocking=True)
 
     def send(self, results: torch.Tensor, count: int) -> None:
-        """Have the results of so many rows copied back once they are there, with all that was copied before."""
-        self._count = count
+        """Have the results [k, 2, most] of so many rows copied back once they are there, with all that was copied
+        before."""
+        self._num_steps, self._count = len(results), count
         if count:
-            self._results.copy_(results.view(-1), non_blocking=True)
+            self._results[: len(results)].copy_(results, non_blocking=True)
         if self._event is not None:
             self._event.record()
 
     def receive(self) -> tuple[Ints, np.ndarray]:
-        """Wait for them: tokens, and what came of each row."""
+        """Wait for them: tokens [k, n], and what came of each row in each step."""
         if self._event is not None:
             self._event.synchronize()
-        most, found = len(self._results) // 2, self._results.numpy()
-        return found[: self._count].astype(np.int64), found[most : most + self._count].copy()
+        found = self._results[: self._num_steps, :, : self._count].numpy()
+        return found[:, 0].astype(np.int64), found[:, 1].copy()
 
 
 class Staging:
-    """Blocks for steps in flight, as many as are needed."""
+    """Blocks for steps in flight, as many as are needed. results: what comes back at most, on the device."""
 
-    def __init__(self, num_words: int, num_results: int, device: torch.device) -> None:
-        self._make = lambda: StagedStep(num_words, num_results, device)
+    def __init__(self, num_words: int, results: torch.Tensor) -> None:
+        self._make = lambda: StagedStep(num_words, results)
         self._free = [self._make() for _ in range(2)]
 
     def take(self) -> StagedStep:
@@ -99,7 +100,8 @@ class Launched:
     host_entries: ScoreEntries = field(default_factory=ScoreEntries)
 
     def output(self, tokens: Ints, codes: np.ndarray) -> tuple[StepOutput, NDArray[np.bool_]]:
-        """What came of the step, and which of `rows` have a token."""
+        """What came of the step, and which of `rows` have a token, [k, n]; of one step here."""
+        (tokens,), (codes,) = tokens, codes
         of_prompts: dict[int, Failure] = {}
         for pending in self.prompt_scores:
             pending.add_to(self.prompt_entries, of_prompts)
@@ -125,6 +127,42 @@ class Launched:
             tokens=drawn.tolist(),
             records=self.host_entries.columns(errors),
             prompt_records=self.prompt_entries.columns(),
+            errors=sorted(errors.items()),
+        )
+        return output, good[None]
+
+
+@dataclass(slots=True)
+class LaunchedBurst(Launched):
+    """Of rows that the device samples, all of them. lengths: in how many steps each is; first: where its first token
+    will stand. scores: in the order of the steps."""
+
+    lengths: Ints = field(default_factory=lambda: NONE)
+    first: Ints = field(default_factory=lambda: NONE)
+
+    def output(self, tokens: Ints, codes: np.ndarray) -> tuple[StepOutput, NDArray[np.bool_]]:
+        """The same of all steps: of each row what came before its first failure."""
+        steps = np.arange(len(tokens))[:, None]
+        bad = (codes != FINE.value) & (steps < self.lengths)
+        fails = bad.any(axis=0)
+        counts = np.where(fails, bad.argmax(axis=0), self.lengths)
+        failed = np.flatnonzero(fails)
+        errors = {
+            row: WHY[code] for row, code in zip(failed.tolist(), codes[counts[failed], failed].tolist(), strict=True)
+        }
+        entries = ScoreEntries()
+        entries.end(failed, self.first[failed] + counts[failed])
+        for pending in self.scores:
+            pending.add_to(entries, errors)
+        for row, end in entries.ends.items():
+            counts[row] = min(int(counts[row]), end - int(self.first[row]))
+        good: NDArray[np.bool_] = steps < counts
+        output = StepOutput(
+            step=self.step,
+            num_sampled=counts.tolist(),
+            tokens=tokens.T[good.T].tolist(),
+            records=entries.columns(),
+            prompt_records=ScoreColumns.empty(),
             errors=sorted(errors.items()),
         )
         return output, good
