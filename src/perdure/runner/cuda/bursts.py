@@ -75,7 +75,7 @@ class Bursts:
         Between two steps there is nothing but copies on the device."""
         num_steps, width = burst.num_steps, size.num_words
         numbers = staged.words[: num_steps * width].reshape(num_steps, width)
-        self._fill(numbers, size, burst)
+        self.fill(numbers, size, burst)
         staged.copy_to(self._words[: num_steps * width])
         found = []
         for step in range(num_steps):
@@ -92,7 +92,7 @@ class Bursts:
         drawn = Adjusted(*outputs[1:6]), Kept(*outputs[6:]), columns.samples.settings()
         return self._sampler.scores_in_burst(now, present, drawn)
 
-    def _fill(self, words: NDArray[np.int32], size: StepSize, burst: Burst) -> None:
+    def fill(self, words: NDArray[np.int32], size: StepSize, burst: Burst) -> None:
         """Write the numbers [k, w] of its steps."""
         first, count, sampler = burst.first, len(burst.lengths), self._sampler
         every = np.arange(count)
