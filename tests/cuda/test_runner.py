@@ -164,6 +164,32 @@ def test_a_burst_is_single_steps(device, form):
         witness("burst-runner", form=form, steps=max(BURST), replays=replays, tokens=len(right[1].tokens))
 
 
+def test_a_row_that_ends_in_a_burst_writes_no_more(device):
+    """By its third new token: its last pages stay clear in this burst and the next, and its neighbour does not notice.
+    The request that gets its slot then begins anew."""
+    form = "auto" if ON_GPU else "reference"
+    driver = CudaDriver(device, backend=form)
+    driver.admit(0, 3)
+    driver.admit(1, 2)
+    rows = [Row(0, prompt(3)), Row(1, prompt(2))]
+    driver.run(*rows)
+    right = driver.run(Row(0, steps=6), Row(1, steps=6)).tokens
+    again = CudaDriver(device, backend=form)
+    again.admit(0, 3, end_ids=(199, right[2]), min_tokens=3)
+    again.admit(1, 2, end_ids=(right[6],), min_tokens=9)
+    plan = again.plan(*rows)
+    again.device.launch(plan).wait()
+    found = [again.run(Row(0, steps=6), Row(1, steps=6)) for _ in range(2)]
+    pool, table = again.device._kv._pool, plan.table_page[: again.pages_per_slot]
+    written = [bool(pool[:, :, :, page].any()) for page in table[:3]]
+    assert (found[0].tokens[:3], found[0].tokens[6:]) == (right[:3], right[6:])
+    assert written == [True, True, False], written
+    again.admit(0, 4)
+    later = again.run(Row(0, prompt(4)), Row(1))
+    assert later.num_sampled == [1, 1] and again.run(Row(0, steps=4), Row(1, steps=4)).num_sampled == [4, 4]
+    witness("burst-ends-on-device", tokens=len(found[0].tokens), pages_written=sum(written))
+
+
 def test_a_row_that_fails_in_a_burst_keeps_what_came_before(device):
     """Nothing is left for its fourth token; its neighbour goes on, and in a burst after it, too."""
     driver = CudaDriver(device, backend="auto" if ON_GPU else "reference")

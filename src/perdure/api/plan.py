@@ -59,7 +59,8 @@ class RowInit(msgspec.Struct, frozen=True, array_like=True):
 
     A sampled token at absolute position p has output index p - prompt_length; the draw's key is (seed, child, output
     index).
-    `masked_ids` cannot be sampled while the output index is below `min_tokens`.
+    `masked_ids` cannot be sampled while the output index is below `min_tokens`. One of `end_ids` that is sampled from
+    there on, and beyond `forced_ids`, ends the request: what a burst computes after it is not looked at.
     `num_logprobs`: -2 none, -1 whole vocabulary, 0 chosen only, k the k best (`NO_LOGPROBS` below). `listed_ids` are
     scored beside these at each output position. The output begins with `forced_ids`, whatever would be drawn.
     """
@@ -81,6 +82,7 @@ class RowInit(msgspec.Struct, frozen=True, array_like=True):
     listed_ids: tuple[int, ...] = ()
     forced_ids: tuple[int, ...] = ()
     child: int = 0
+    end_ids: tuple[int, ...] = ()
 
 
 NO_LOGPROBS = -2

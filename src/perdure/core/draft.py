@@ -132,6 +132,7 @@ def row_settings(state: RequestState, vocab_size: int) -> RowInit:
         listed_ids=params.logprob_token_ids or (),
         forced_ids=params.forced_token_ids or (),
         child=state.child,
+        end_ids=tuple(state.stops.reasons),
     )
 
 

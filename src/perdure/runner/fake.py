@@ -152,6 +152,8 @@ class FakeDevice:
             assert told is None or not told.looks_back or self._history[slot] == [*told.history]
             assert self._position[slot] == row.position
             assert row.last_token is None or self._last_token[slot] == row.last_token
+            is_due = row.position - found.prompt_length >= max(found.min_tokens, len(found.forced_ids))
+            assert row.last_token not in found.end_ids or not is_due, f"slot {slot}: a burst would have left it out"
 
     def close(self) -> None:
         self._queue.clear()

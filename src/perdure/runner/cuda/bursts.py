@@ -3,6 +3,7 @@
 - A step's rows stay at their places, so one shape, and one graph, serves all of them. A row that is in no more steps is
   padding from then on: it writes nowhere and draws into a slot that nobody has.
 - All are known before the first step runs: positions grow by one, pages are in the table, tokens are on the device.
+  Rows that end by an id are left out there.
 
 Shapes: k steps, n rows, all of which decode.
 """
@@ -72,17 +73,19 @@ class Bursts:
         self, burst: Burst, size: StepSize, staged: StagedStep, words: Tensor, compute: Callable[[PackedStep], Outputs]
     ) -> list[PendingScores]:
         """Send the numbers of all steps, then compute each of those at `words`; what was asked of scores is on its way.
-        Between two steps there is nothing but copies on the device."""
+        Between two steps there is nothing but what the device does (`ops.triton.bursts`)."""
         num_steps, width = burst.num_steps, size.num_words
-        numbers = staged.words[: num_steps * width].reshape(num_steps, width)
-        self.fill(numbers, size, burst)
+        self.fill(staged.words[: num_steps * width].reshape(num_steps, width), size, burst)
         staged.copy_to(self._words[: num_steps * width])
-        found = []
+        found, count = [], len(burst.lengths)
+        columns, row_ends, results = StepColumns.on_device(words, size), self._sampler.row_ends, self._sampler.results
+        draws = columns.samples
         for step in range(num_steps):
-            words.copy_(self._words[step * width : (step + 1) * width])
+            numbers = self._words[step * width : (step + 1) * width]
+            row_ends.turn(numbers, words, columns.write, columns.at, columns.slots, draws.slots, count)
             outputs = compute(burst.at(step))
-            self.results[step].copy_(self._sampler.results)
-            found.append(self._scores(outputs, StepColumns.on_device(words, size), burst, step))
+            row_ends.learn(results, self.results[step], draws.slots, draws.output_index, count)
+            found.append(self._scores(outputs, columns, burst, step))
         return [scores for scores in found if scores is not None]
 
     def _scores(self, outputs: Outputs, columns: StepColumns, burst: Burst, step: int) -> PendingScores | None:

@@ -177,9 +177,11 @@ class CudaRunner:
     def check(self, rows: Sequence[DeviceRow]) -> None:
         """The device's rows, and the host's account of them, are what the core says. Raises AssertionError."""
         table, last_token = self._table.cpu().numpy(), self._sampler.last_token.cpu().numpy()
+        over = self._sampler.row_ends.over.cpu().numpy()
         for row in rows:
             self._rows.check(row)
             slot = row.settings.slot
+            assert not over[slot], f"slot {slot}: the device takes it to have ended"
             assert table[slot, : len(row.pages)].tolist() == row.pages, f"slot {slot}: the device has other pages"
             if row.last_token is not None:
                 assert last_token[slot] == row.last_token, f"slot {slot}: the device holds another last token"

@@ -11,7 +11,7 @@ Shapes: S slots, n rows of a draw.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from perdure.api.ending import Failure
 from perdure.api.plan import NO_LOGPROBS, RowInit
 from perdure.ops import flashinfer_filters
 from perdure.ops.triton.adjust import Adjusted, Asked, history_of, make_block, unadjusted
+from perdure.ops.triton.bursts import MOST_ENDS, NO_ID, RowEnds
 from perdure.ops.triton.sampling import Filter, Kept, Settings, draw_tokens, find_kept
 from perdure.ops.triton.scores import Entries, View
 from perdure.runner.cuda.pages import to_device
@@ -66,6 +67,7 @@ class DeviceSampler:
         self._find = find
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self.results = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
+        self.row_ends = RowEnds(num_slots, device)
         self._blocks: list[Tensor | None] = [None] * num_slots
         self._addresses = np.zeros(num_slots, np.int64)
 
@@ -74,7 +76,7 @@ class DeviceSampler:
         """The slot that padding is drawn into."""
         return len(self._blocks)
 
-    def admit(self, inits: Iterable[RowInit]) -> None:
+    def admit(self, inits: Sequence[RowInit]) -> None:
         """These rows are new. The blocks of those before them may still be read by steps under way: memory goes to
         others in the order of the device's work."""
         for init in inits:
@@ -82,6 +84,8 @@ class DeviceSampler:
             block = None if asked is None else make_block(asked, self._vocab_size, self._max_length, self._device)
             self._blocks[init.slot] = block
             self._addresses[init.slot] = 0 if block is None else block.data_ptr()
+        if inits:
+            self.row_ends.begin(_placed(_ends_of(inits), self._device))
 
     def parts(self, step: PackedStep) -> Parts:
         slots = step.slots[step.sampled]
@@ -200,6 +204,16 @@ def score_prompt(logits: Tensor, ids: Tensor, rows: Ints, positions: Ints, num_t
     every = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
     view = View(unadjusted(logits), Entries(every, torch.zeros_like(every)))
     return pending(view, ids[:, None], rows, positions, num_top, np.zeros(len(rows), np.int64))
+
+
+def _ends_of(inits: Sequence[RowInit]) -> np.ndarray:
+    """What `RowEnds.begin` takes."""
+    rows = np.full((len(inits), 2 + MOST_ENDS.value), NO_ID, np.int32)
+    for row, init in zip(rows, inits, strict=True):
+        row[:2] = init.slot, max(init.min_tokens, len(init.forced_ids))
+        if len(init.end_ids) <= MOST_ENDS.value:
+            row[2 : 2 + len(init.end_ids)] = init.end_ids
+    return rows
 
 
 def _asked(init: RowInit) -> Asked | None:
