@@ -109,6 +109,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     sample[i] = 1: draw the token that follows the row's last position; 0: draw nothing.
     A length above 1 from DEVICE_POSITION is a burst: `num_steps` steps without the host between them, a row taking part
         in the first length[i]. Every row of such a plan decodes, and draws a token at each of its positions.
+    step: how many of the device were before it.
     num_targets[i] ids of `targets` are known prompt tokens to score; the first of them stands at absolute position
         target_start[i] (so its score comes from the logits at target_start[i] - 1, which this row computes).
     Applied before any row runs, in this order: `row_inits`; the block table entries (table_slot, table_index,

@@ -55,9 +55,10 @@ class Planning:
             self._admit_waiting(draft)
         if not draft.num_rows:
             return None
-        requests.counters.num_steps += 1
+        plan = draft.finish()
+        requests.counters.num_steps += plan.num_steps
         requests.steps_in_flight += 1
-        return draft.finish()
+        return plan
 
     def _continue_residents(self, draft: PlanDraft, most_steps: int) -> None:
         prefills: list[RequestState] = []
