@@ -85,13 +85,18 @@ async def watch(pid: int, report: Report, kills_at: list[float], draw: random.Ra
                 report.num_kills += 1
 
 
+def _num_replicas(url: str) -> int:
+    config = httpx.get(f"{url}/server_info", timeout=60).json()["vllm_config"]
+    return int(config["parallel_config"]["data_parallel_size"])
+
+
 def settled(url: str, timeout_s: float = 240.0) -> dict[str, Any]:
     """The counts when nothing is inside any more and both replicas serve."""
     give_up_at = time.monotonic() + timeout_s
     while True:
         state = httpx.get(f"{url}/state", timeout=60).json()["stats"]
         inside = state["num_running"] + state["num_waiting"] + state["num_paused"]
-        both = httpx.get(f"{url}/get_world_size", timeout=60).json()["world_size"] == 2
+        both = _num_replicas(url) == 2
         if inside == 0 and both and state["num_free_pages"] == state["num_pages"]:
             return dict(state)
         assert time.monotonic() < give_up_at, state

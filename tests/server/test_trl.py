@@ -127,4 +127,4 @@ def test_between_two_steps_of_training(server: Running) -> None:
     assert server.http.post("/resume").status_code == 200
     wrong = server.http.post("/pause", params={"mode": "soon"})
     assert wrong.status_code == 400 and "mode='soon'" in wrong.json()["error"]["message"]
-    assert server.refused("/update_weights", update_info={"names": []})["param"] == "update_info"
+    assert server.refused("/update_weights", update_info={"names": []})["param"] == "update_info.dtype_names"

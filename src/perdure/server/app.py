@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from perdure.server import auth, control, openapi, operations, page, tokens, vllm
+from perdure.server import auth, control, openapi, operations, page, tokens, transfer, trl, vllm
 from perdure.server.batch import ClientGone
 from perdure.server.chat import chat_completions
 from perdure.server.completions import completions
@@ -68,6 +68,15 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         works=True,
         streams=response_bodies.ResponsesEvent,
     ),
+    Endpoint(
+        "POST",
+        "/generate/",
+        trl.generate,
+        "Continue prompts, as TRL's server did.",
+        vllm_bodies.GenerateRequest,
+        vllm_bodies.Generated,
+        works=True,
+    ),
     Endpoint("GET", "/v1/models", operations.models, "The model that is served.", gives=common.Models),
     Endpoint("GET", "/v1/models/{model:path}", operations.model, "The same by its name.", gives=common.Model),
     Endpoint(
@@ -89,7 +98,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("GET", "/state/live", page.live, "What is going on, for the page at /.", gives=live.Live),
     Endpoint("GET", "/tokenizer_info", vllm.tokenizer_info, "Of its tokenizer.", gives=vllm_bodies.TokenizerInfo),
     Endpoint("GET", "/server_info", vllm.server_info, "Its settings.", gives=vllm_bodies.ServerInfo),
-    Endpoint("GET", "/get_world_size", vllm.get_world_size, "How many engines.", gives=vllm_bodies.WorldSize),
+    Endpoint("GET", "/get_world_size", vllm.get_world_size, "How many ranks join.", gives=vllm_bodies.WorldSize),
     Endpoint("GET", "/health", operations.health, "Whether it is alive.", access="open"),
     Endpoint("GET", "/ready", operations.ready, "Whether it computes.", gives=control_bodies.Ready, access="open"),
     Endpoint("GET", "/metrics", operations.metrics, "For Prometheus.", access="open", media="text/plain"),
@@ -132,7 +141,13 @@ CONTROL: tuple[Endpoint, ...] = (
     _control("GET", "/is_sleeping", control.is_sleeping, "Whether it is suspended.")._replace(
         gives=control_bodies.Asleep
     ),
-    _control("POST", "/update_weights", control.weights, "The same as /weights.", control_bodies.WeightsRequest),
+    _control("POST", "/update_weights", transfer.update_weights, "/weights, or a part.", vllm_bodies.UpdateRequest),
+    _control("POST", "/init_weight_transfer_engine", transfer.init_transfer, "Join.", vllm_bodies.InitTransferRequest),
+    _control("POST", "/start_weight_update", transfer.start_update, "Begin anew.", vllm_bodies.StartUpdateRequest),
+    _control("POST", "/finish_weight_update", transfer.finish_update, "Compute with what came."),
+    _control("POST", "/init_communicator/", trl.init_communicator, "TRL's.", vllm_bodies.InitCommunicatorRequest),
+    _control("POST", "/update_named_param/", trl.update_named_param, "One tensor.", vllm_bodies.NamedTensorRequest),
+    _control("POST", "/close_communicator/", trl.close_communicator, "Leave it."),
 )
 
 

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from perdure import InvalidValue, StateError
+from perdure import InvalidValue
 from perdure.api.command import Tag
 from perdure.server.bodies import content, decode
 from perdure.server.errors import HTTPError
@@ -21,7 +21,6 @@ from perdure.server.front import Front
 from perdure.server.protocol.control import (
     AbortRequest,
     Asleep,
-    Broadcast,
     CheckpointRequest,
     Done,
     GroupRequest,
@@ -45,7 +44,7 @@ _LISTS = ("tags", "request_ids")
 NO_BODY = (b"", b"{}")
 
 
-async def _body(front: Front, request: Request, kind: Any) -> Any:
+async def body_of(front: Front, request: Request, kind: Any) -> Any:
     """Fields stand in the body, or in the query, as vLLM takes them. Raises `HTTPError` for those that nobody reads."""
     given, query = await content(request, front.config.max_body_bytes), request.query_params
     if not query:
@@ -60,43 +59,47 @@ async def _body(front: Front, request: Request, kind: Any) -> Any:
 
 
 async def pause(front: Front, request: Request) -> Response:
-    body: PauseRequest = await _body(front, request, PauseRequest)
+    body: PauseRequest = await body_of(front, request, PauseRequest)
     await front.llm.pause(body.mode)
     return json_response(Done())
 
 
 async def resume(front: Front, request: Request) -> Response:
-    body: ResumeRequest = await _body(front, request, ResumeRequest)
+    body: ResumeRequest = await body_of(front, request, ResumeRequest)
     await front.llm.resume(body.tags)
     return json_response(Done())
 
 
 async def suspend(front: Front, request: Request) -> Response:
-    body: SuspendRequest = await _body(front, request, SuspendRequest)
+    body: SuspendRequest = await body_of(front, request, SuspendRequest)
     await front.llm.suspend(body.kv, body.weights)
     return json_response(Done())
 
 
 async def abort(front: Front, request: Request) -> Response:
-    body: AbortRequest = await _body(front, request, AbortRequest)
+    body: AbortRequest = await body_of(front, request, AbortRequest)
     await front.peers.abort(body.request_ids)
     return json_response(Done())
 
 
 async def reset(front: Front, request: Request) -> Response:
-    await _body(front, request, Nothing)
+    await body_of(front, request, Nothing)
     await front.llm.reset()
     return json_response(Done())
 
 
 async def reset_prefix_cache(front: Front, request: Request) -> Response:
-    await _body(front, request, Nothing)
+    await body_of(front, request, Nothing)
+    await front.announced.apply(front.llm)  # TRL's older clients say by this that all is sent
     await front.llm.reset_prefix_cache()
     return json_response(CacheCleared())
 
 
 async def weights(front: Front, request: Request) -> Response:
-    body: WeightsRequest = await _body(front, request, WeightsRequest)
+    return await update(front, await body_of(front, request, WeightsRequest))
+
+
+async def update(front: Front, body: WeightsRequest) -> Response:
     source: Any = body.weights
     if sum(one is not None for one in (body.weights, body.shared, body.broadcast)) > 1:
         raise InvalidValue("weights, shared and broadcast each say which weights: give one of them")
@@ -105,39 +108,27 @@ async def weights(front: Front, request: Request) -> Response:
     if body.shared is not None:
         source = await asyncio.to_thread(of_shared, body.shared)
     elif body.broadcast is not None:
-        source = await _broadcast(front, body.broadcast)
+        source = await front.received(body.broadcast)
     await front.llm.update_weights(source, epoch=body.epoch, cache=body.cache, in_flight=body.in_flight)
     return json_response(Done())
 
 
-async def _broadcast(front: Front, asked: Broadcast) -> Any:
-    if front.weight_group is None:
-        raise StateError("broadcast: there is no group: POST /init_weight_group first")
-    try:
-        return await front.weight_group.receive(asked)
-    except StateError:
-        front.weight_group = None  # nobody knows what is on its way there
-        raise
-
-
 async def init_weight_group(front: Front, request: Request) -> Response:
-    body: GroupRequest = await _body(front, request, GroupRequest)
-    if front.config.num_front_ends > 1:
-        raise InvalidValue(f"num_front_ends={front.config.num_front_ends}: a group of weights needs one front end")
-    await front.join(WeightGroup.join(body))
+    body: GroupRequest = await body_of(front, request, GroupRequest)
+    await front.begin_to_join(WeightGroup.join(body))
     return json_response(Done())
 
 
 async def destroy_weight_group(front: Front, request: Request) -> Response:
     """Harmless if there is none."""
-    await _body(front, request, Nothing)
-    front.weight_group = None
+    await body_of(front, request, Nothing)
+    front.leave()
     return json_response(Done())
 
 
 async def checkpoint(front: Front, request: Request) -> Response:
     """The bytes that `Checkpoint.from_bytes` reads."""
-    body: CheckpointRequest = await _body(front, request, CheckpointRequest)
+    body: CheckpointRequest = await body_of(front, request, CheckpointRequest)
     found = await front.peers.checkpoint(body.request_id, body.end)
     return Response(found, media_type="application/octet-stream")
 
@@ -152,13 +143,13 @@ async def state(front: Front, request: Request) -> Response:
 
 
 async def sleep(front: Front, request: Request) -> Response:
-    body: SleepRequest = await _body(front, request, SleepRequest)
+    body: SleepRequest = await body_of(front, request, SleepRequest)
     await front.llm.suspend("recompute", "offload" if int(body.level) == 1 else "drop")
     return json_response(Done())
 
 
 async def wake_up(front: Front, request: Request) -> Response:
-    body: WakeRequest = await _body(front, request, WakeRequest)
+    body: WakeRequest = await body_of(front, request, WakeRequest)
     await front.llm.resume([_TAGS[tag] for tag in body.tags or ()] or None)
     return json_response(Done())
 

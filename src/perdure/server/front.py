@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 import uuid
@@ -10,16 +11,22 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+
 from perdure import AsyncLLM, InvalidValue, RequestOutput, SamplingParams, StateError
 from perdure.api.errors import shown
 from perdure.server.config import ServeConfig
 from perdure.server.errors import HTTPError
 from perdure.server.feed import Feed
+from perdure.server.incoming import Incoming
 from perdure.server.metrics import Metrics
 from perdure.server.peers import Peers
+from perdure.server.protocol.control import Broadcast
 from perdure.server.tools import found_convention
 from perdure.server.tracing import Tracing
 from perdure.server.weight_group import WeightGroup
+
+log = logging.getLogger("perdure")
 
 MAX_ID = 256
 ID_PATTERN = rf"[!-~]{{1,{MAX_ID}}}"
@@ -56,7 +63,11 @@ class Front:
         self.created = int(time.time()) if created is None else created
         self.weight_group: WeightGroup | None = None
         """Over which weights may be broadcast."""
-        self._is_joining = False
+        self._joining: asyncio.Task[None] | None = None
+        self.incoming = Incoming()
+        """Weights that come in parts."""
+        self.announced = Incoming()
+        """Those of clients that are answered before they send."""
         self.is_draining = False
         self.is_warm = False
         self._num_inside = 0
@@ -82,16 +93,50 @@ class Front:
                 code="model_not_found",
             )
 
-    async def join(self, joining: Coroutine[Any, Any, WeightGroup]) -> None:
-        """Join a group for weights, unless there is one or will be. Raises what the joining raises."""
-        if self.weight_group is not None or self._is_joining:
+    def begin_to_join(self, joining: Coroutine[Any, Any, WeightGroup]) -> asyncio.Task[None]:
+        """Join a group for weights, unless there is one or will be. The task raises what the joining raises."""
+        why = None
+        if self.config.num_front_ends > 1:
+            why = f"num_front_ends={self.config.num_front_ends}: a group of weights needs one front end"
+        elif self.has_group:
+            why = "there is a group already: POST /destroy_weight_group first"
+        if why is not None:
             joining.close()
-            raise StateError("there is a group already: POST /destroy_weight_group first")
-        self._is_joining = True
+            raise StateError(why)
+        self._joining = asyncio.create_task(self._join(joining))
+        return self._joining
+
+    async def _join(self, joining: Coroutine[Any, Any, WeightGroup]) -> None:
         try:
             self.weight_group = await joining
+        except Exception as error:
+            log.warning("%s", error)
+            raise
         finally:
-            self._is_joining = False
+            self._joining = None
+
+    @property
+    def has_group(self) -> bool:
+        """Whether there is a group for weights, or will be."""
+        return self.weight_group is not None or self._joining is not None
+
+    async def received(self, asked: Broadcast, packed_bytes: int | None = None) -> dict[str, Tensor]:
+        """Tensors over that group. One that does not come ends it: nobody knows what is on its way there."""
+        if self._joining is not None:
+            await asyncio.shield(self._joining)
+        group = self.weight_group
+        if group is None:
+            raise StateError("broadcast: there is no group: POST /init_weight_group first")
+        try:
+            return await group.receive(asked, packed_bytes)
+        except StateError:
+            if self.weight_group is group:
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        """The group for weights, if there is one."""
+        self.weight_group = None
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -7,13 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from perdure import InvalidValue
+from perdure.server import vllm_group
 from perdure.server.front import Front
 from perdure.server.protocol.vllm import ServerInfo, TokenizerInfo, WorldSize
 from perdure.server.replies import json_response
 
 
 async def server_info(front: Front, request: Request) -> Response:
-    """weight_transfer_config is None: weights come by `/weights`, not by NCCL, and clients that need that say so."""
+    """weight_transfer_config is None where vLLM's communicator is not installed: clients that need it say so."""
     found = front.llm.describe()
     told = {
         "model_config": {
@@ -35,13 +36,14 @@ async def server_info(front: Front, request: Request) -> Response:
             "max_num_batched_tokens": found["max_num_batched_tokens"],
         },
         "parallel_config": {"data_parallel_size": _num_workers(front), "tensor_parallel_size": 1},
-        "weight_transfer_config": None,
+        "weight_transfer_config": {"backend": "nccl"} if vllm_group.is_possible() else None,
     }
     return json_response(ServerInfo(vllm_config=told, configuration=found))
 
 
 async def get_world_size(front: Front, request: Request) -> Response:
-    return json_response(WorldSize(world_size=_num_workers(front)))
+    """How many ranks join a trainer's group: one, for all replicas."""
+    return json_response(WorldSize(world_size=1))
 
 
 async def tokenizer_info(front: Front, request: Request) -> Response:

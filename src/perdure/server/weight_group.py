@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import math
 import os
-import socket
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from perdure import InvalidValue, StateError
-from perdure.server.patience import in_time
+from perdure.server.patience import RETRY_S, first_line, in_time, wait_for_listener
 from perdure.server.protocol.control import Broadcast, GroupRequest, TensorShape
 from perdure.server.tensors import DTYPES
 
 PREFIX = "perdure-weights"
 """Under which both sides find each other in the store."""
-RETRY_S = 0.1
 SPARE_S = 1.0
 """How much later than asked a group is given up that does not give up by itself."""
 
@@ -41,9 +40,10 @@ class Broadcasts(Protocol):
 
 
 class WeightGroup:
-    """One that was joined. Use `join`."""
+    """One that was joined. Use `join`. is_packed: whether several tensors come as one, unless a call says otherwise."""
 
-    def __init__(self, group: Broadcasts, rank: int, world_size: int) -> None:
+    def __init__(self, group: Broadcasts, rank: int, world_size: int, *, is_packed: bool = False) -> None:
+        self.is_packed = is_packed
         self._group = group
         self._rank = rank
         self._world_size = world_size
@@ -67,28 +67,46 @@ class WeightGroup:
         except TimeoutError:
             raise StateError(f"{where}: what is there answers nothing in {asked.timeout_s:g} s") from None
         except RuntimeError as error:
-            raise StateError(f"{where}: {_first_line(error)}") from None
+            raise StateError(f"{where}: {first_line(error)}") from None
         return cls(group, asked.rank, asked.world_size)
 
-    async def receive(self, given: Broadcast) -> dict[str, Tensor]:
-        """The tensors, in the order they are broadcast. Raises `StateError` if one does not come."""
+    async def receive(self, given: Broadcast, packed_bytes: int | None = None) -> dict[str, Tensor]:
+        """The tensors, in the order they are broadcast. packed_bytes: several come as one, each as many as it takes to
+        be more than this. Raises `StateError` if one does not come."""
         if not 0 <= given.root < self._world_size or given.root == self._rank:
             raise InvalidValue(f"broadcast.root={given.root} is no other rank of a group of {self._world_size}")
         if len({one.name for one in given.tensors}) != len(given.tensors):
             raise InvalidValue("broadcast.tensors has a name twice")
         async with self._receiving:
-            return await asyncio.to_thread(self._received, given.tensors, given.root)
+            return await in_time(lambda: self._received(given.tensors, given.root, packed_bytes), None)
 
-    def _received(self, tensors: Sequence[TensorShape], root: int) -> dict[str, Tensor]:
+    def _received(self, tensors: Sequence[TensorShape], root: int, packed_bytes: int | None) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for one in tensors:
+        for part in [[one] for one in tensors] if packed_bytes is None else _parts(tensors, packed_bytes):
             try:
-                tensor = torch.empty(one.shape, dtype=DTYPES[one.dtype], device=self._group.device)
-                self._group.receive(tensor, root)
-                found[one.name] = tensor.cpu()
+                if packed_bytes is None:
+                    [one] = part
+                    found[one.name] = self._receive(torch.empty(one.shape, dtype=DTYPES[one.dtype]), root)
+                else:
+                    size = sum(map(_num_bytes, part))
+                    whole = self._receive(torch.empty(size, dtype=torch.uint8), root)
+                    for one, data in zip(part, torch.split(whole, [*map(_num_bytes, part)]), strict=True):
+                        found[one.name] = data.clone().view(DTYPES[one.dtype]).view(one.shape)
             except RuntimeError as error:
-                raise StateError(f"broadcast: {one.name[:80]!r} did not come: {_first_line(error)}") from None
+                raise StateError(f"broadcast: {part[0].name[:80]!r} did not come: {first_line(error)}") from None
         return found
+
+    def _receive(self, into: Tensor, root: int) -> Tensor:
+        """In the host's memory, which is where the engine takes weights from."""
+        device = self._group.device
+        if device.type == "cpu":
+            self._group.receive(into, root)
+            return into
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):  # the engine's own must not wait for a trainer
+            on_device = into.to(device)
+            self._group.receive(on_device, root)
+            return on_device.cpu()
 
 
 class _OfTorch:
@@ -126,11 +144,27 @@ class _Polled(Store):
             time.sleep(RETRY_S / 10)
 
 
+def _num_bytes(one: TensorShape) -> int:
+    return math.prod(one.shape) * DTYPES[one.dtype].itemsize
+
+
+def _parts(tensors: Sequence[TensorShape], packed_bytes: int) -> list[list[TensorShape]]:
+    """Those that come as one: up to the first with which they are more than so many bytes."""
+    parts: list[list[TensorShape]] = []
+    size = packed_bytes + 1
+    for one in tensors:
+        if size > packed_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(one)
+        size += _num_bytes(one)
+    return parts
+
+
 def _joined(asked: GroupRequest) -> Broadcasts:
     """Raises `InvalidValue` and RuntimeError."""
-    give_up_at = time.monotonic() + asked.timeout_s
     patience = datetime.timedelta(seconds=asked.timeout_s)
-    _wait_for_listener(asked.master_address, asked.master_port, give_up_at)
+    wait_for_listener(asked.master_address, asked.master_port, asked.timeout_s)
     store = TCPStore(
         asked.master_address, asked.master_port, asked.world_size, timeout=patience, wait_for_workers=False
     )
@@ -144,25 +178,3 @@ def _joined(asked: GroupRequest) -> Broadcasts:
     polled = _Polled(PrefixStore(PREFIX, store), asked.timeout_s)
     group = dist.ProcessGroupGloo(polled, asked.rank, asked.world_size, patience)
     return _OfTorch(group, torch.device("cpu"), patience)
-
-
-def _wait_for_listener(address: str, port: int, give_up_at: float) -> None:
-    """Somebody will be there: trainer and server may come in either order. Raises `InvalidValue` for a name that is
-    none, and RuntimeError."""
-    try:
-        socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise InvalidValue(f"master_address={address[:200]!r} is no address: {error}") from None
-    while True:
-        left_s = give_up_at - time.monotonic()
-        try:
-            socket.create_connection((address, port), timeout=max(left_s, RETRY_S)).close()
-            return
-        except OSError as error:
-            if time.monotonic() + RETRY_S > give_up_at:
-                raise RuntimeError(f"nobody listens there ({error})") from None
-        time.sleep(RETRY_S)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
