@@ -117,7 +117,7 @@ def test_the_same_life_as_on_a_cpu(device, right, form):
         witness("feat-cuda-graph", replays=replays, shapes=[shape.num_tokens for shape in driver.device.shapes.shapes])
 
 
-BURST = (9, 6, 1, 9) if ON_GPU else (3, 2, 1, 3)
+BURST = (9, 6, 1, 9) if ON_GPU else (2, 2, 1, 2)
 LENGTHS = (5, 33, 9, 6) if ON_GPU else (3, 5, 4, 2)
 
 

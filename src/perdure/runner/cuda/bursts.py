@@ -70,7 +70,7 @@ class Bursts:
         self.results = torch.zeros(MOST_STEPS, 2, num_slots, dtype=torch.int32, device=device)
 
     def run(
-        self, burst: Burst, size: StepSize, staged: StagedStep, words: Tensor, compute: Callable[[PackedStep], Outputs]
+        self, burst: Burst, size: StepSize, staged: StagedStep, words: Tensor, compute: Callable[[int], Outputs]
     ) -> list[PendingScores]:
         """Send the numbers of all steps, then compute each of those at `words`; what was asked of scores is on its way.
         Between two steps there is nothing but what the device does (`ops.triton.bursts`)."""
@@ -80,20 +80,16 @@ class Bursts:
         found, count = [], len(burst.lengths)
         columns, row_ends, results = StepColumns.on_device(words, size), self._sampler.row_ends, self._sampler.results
         draws = columns.samples
+        asks_scores = bool((self._rows.num_logprobs[burst.first.slots] != NO_LOGPROBS).any())
         for step in range(num_steps):
             numbers = self._words[step * width : (step + 1) * width]
             row_ends.turn(numbers, words, columns.write, columns.at, columns.slots, draws.slots, count)
-            outputs = compute(burst.at(step))
+            outputs = compute(step)
             row_ends.learn(results, self.results[step], draws.slots, draws.output_index, count)
-            found.append(self._scores(outputs, columns, burst, step))
+            if asks_scores:
+                drawn = Adjusted(*outputs[1:6]), Kept(*outputs[6:]), draws.settings()
+                found.append(self._sampler.scores_in_burst(burst.at(step), burst.present(step), drawn))
         return [scores for scores in found if scores is not None]
-
-    def _scores(self, outputs: Outputs, columns: StepColumns, burst: Burst, step: int) -> PendingScores | None:
-        now, present = burst.at(step), burst.present(step)
-        if not (self._rows.num_logprobs[now.slots[present]] != NO_LOGPROBS).any():
-            return None
-        drawn = Adjusted(*outputs[1:6]), Kept(*outputs[6:]), columns.samples.settings()
-        return self._sampler.scores_in_burst(now, present, drawn)
 
     def fill(self, words: NDArray[np.int32], size: StepSize, burst: Burst) -> None:
         """Write the numbers [k, w] of its steps."""

@@ -13,7 +13,8 @@ Shapes: S slots, W = the most pages of a request, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from threading import Thread
 
 import numpy as np
@@ -34,18 +35,18 @@ from perdure.ops.triton.sampling import Kept
 from perdure.runner.cuda.bursts import Burst, Bursts
 from perdure.runner.cuda.graphs import Graphs
 from perdure.runner.cuda.pages import DevicePages, to_device
-from perdure.runner.cuda.sampler import DeviceSampler, Parts, filter_of, score_prompt
-from perdure.runner.cuda.scores import PendingScores
+from perdure.runner.cuda.sampler import DeviceSampler, Parts, filter_of
+from perdure.runner.cuda.scores import PendingScores, score_targets
 from perdure.runner.cuda.step import StepColumns, StepSize, blocks_of, longest_first
 from perdure.runner.cuda.ticket import Launched, LaunchedBurst, StagedStep, Staging, StepTicket
 from perdure.runner.failed_rows import FailedRows, failed_output, with_rows, without_rows
 from perdure.runner.functions import Functions
 from perdure.runner.grammars import Grammars
-from perdure.runner.inputs import Ints, PackedStep, Targets, pack
+from perdure.runner.inputs import Ints, PackedStep, pack
 from perdure.runner.masks import Masks
 from perdure.runner.memory import Memory
 from perdure.runner.row_store import RowStore
-from perdure.runner.sampler import TARGET_SLICE, Sampler, ScoreEntries
+from perdure.runner.sampler import Sampler, ScoreEntries
 from perdure.runner.shapes import Shape, ShapeRules, ShapeSet
 
 
@@ -260,7 +261,7 @@ class CudaRunner:
         staged, words = self._staging.take(), self._words[: size.num_words]
         try:
             launched.scores = self._bursts.run(
-                burst, size, staged, words, lambda step: self._compute_words(size, shape, step)
+                burst, size, staged, words, lambda step: self._compute_words(size, shape, partial(burst.at, step))
             )
             staged.send(self._bursts.results[: burst.num_steps], count)
         except BaseException:
@@ -298,7 +299,7 @@ class CudaRunner:
         columns.fill(step, ones, blocks, parts.on_device)
         self._sampler.fill(columns.samples, step, parts)
         staged.copy_to(self._words[: size.num_words])
-        outputs = self._compute_words(size, shape, step)
+        outputs = self._compute_words(size, shape, lambda: step)
         if not count:
             return outputs[0]
         hidden, drawn, kept = outputs[0], Adjusted(*outputs[1:6]), Kept(*outputs[6:])
@@ -310,16 +311,16 @@ class CudaRunner:
             launched.scores = self._sampler.scores(step, parts, (drawn, kept, settings), after)
         return hidden
 
-    def _compute_words(self, size: StepSize, shape: Shape | None, step: PackedStep) -> tuple[Tensor, ...]:
+    def _compute_words(self, size: StepSize, shape: Shape | None, step: Callable[[], PackedStep]) -> tuple[Tensor, ...]:
         """The step whose numbers are in place, by its graph if it has one."""
         if shape is not None and self.graphs is not None:
             return self.graphs.replay(shape)
         self._plan_attention(step)
         return self._compute_size(size)
 
-    def _plan_attention(self, step: PackedStep) -> None:
+    def _plan_attention(self, step: Callable[[], PackedStep]) -> None:
         if planned := [form for form in self._forms.values() if form.is_planned]:
-            rows = step.attention(self._rows, self._page_size)
+            rows = step().attention(self._rows, self._page_size)
             for form in planned:
                 form.plan(rows)
 
@@ -370,14 +371,7 @@ class CudaRunner:
         num_top = self._rows.num_prompt_logprobs[step.slots[targets.row]]
         if num_top.min() < 0:
             return [], self._host_sampler.score_targets(hidden, targets, step.slots, errors)
-        parts = range(0, len(targets.row), TARGET_SLICE)
-        slices = [slice(low, low + TARGET_SLICE) for low in parts]
-        return [self._score_part(hidden, targets, num_top, part) for part in slices], ScoreEntries()
-
-    def _score_part(self, hidden: Tensor, targets: Targets, num_top: Ints, part: slice) -> PendingScores:
-        at = to_device([targets.hidden_row[part].tolist(), targets.token[part].tolist()], torch.int64, self._device)
-        logits = self._model.logits(hidden[at[0]])
-        return score_prompt(logits, at[1].int(), targets.row[part], targets.position[part], num_top[part])
+        return score_targets(self._model, hidden, targets, num_top), ScoreEntries()
 
     def _sample_on_host(self, hidden: Tensor, step: PackedStep, on_host: Ints, launched: Launched) -> None:
         """What these rows asked is done by the host's forms, on logits that are waited for."""

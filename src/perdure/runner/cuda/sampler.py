@@ -21,7 +21,7 @@ from torch import Tensor
 from perdure.api.ending import Failure
 from perdure.api.plan import NO_LOGPROBS, RowInit
 from perdure.ops import flashinfer_filters
-from perdure.ops.triton.adjust import Adjusted, Asked, history_of, make_block, unadjusted
+from perdure.ops.triton.adjust import Adjusted, Asked, history_of, make_block
 from perdure.ops.triton.bursts import MOST_ENDS, NO_ID, RowEnds
 from perdure.ops.triton.sampling import Filter, Kept, Settings, draw_tokens, find_kept
 from perdure.ops.triton.scores import Entries, View
@@ -197,13 +197,6 @@ def filter_of(backend: str) -> Filter:
     if missing := flashinfer_filters.why_not():
         raise ValueError(f"sampling_backend='flashinfer' is not here: {missing}")
     return flashinfer_filters.find_kept
-
-
-def score_prompt(logits: Tensor, ids: Tensor, rows: Ints, positions: Ints, num_top: Ints) -> PendingScores:
-    """Raw scores of ids [n] (int32, on the device) in logits [n, V], and of the num_top best of each row."""
-    every = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
-    view = View(unadjusted(logits), Entries(every, torch.zeros_like(every)))
-    return pending(view, ids[:, None], rows, positions, num_top, np.zeros(len(rows), np.int64))
 
 
 def _ends_of(inits: Sequence[RowInit]) -> np.ndarray:

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from perdure.api.ending import BAD_LOGITS, Failure
+from perdure.models.base import Model
 from perdure.ops.sampling import NO_LIST, Scores
-from perdure.ops.triton.scores import View, best_ids, score
-from perdure.runner.inputs import Ints
-from perdure.runner.sampler import ScoreEntries
+from perdure.ops.triton.adjust import unadjusted
+from perdure.ops.triton.scores import Entries, View, best_ids, score
+from perdure.runner.cuda.pages import to_device
+from perdure.runner.inputs import Ints, Targets
+from perdure.runner.sampler import TARGET_SLICE, ScoreEntries
 
 NO_SCORES: np.ndarray = np.empty(0, np.float32)
 
@@ -83,6 +86,19 @@ def pending(
         top_ids=best,
         top_scores=values,
     )
+
+
+def score_targets(model: Model, hidden: Tensor, targets: Targets, num_top: Ints) -> list[PendingScores]:
+    """Raw scores of known tokens of prompts [T], and of the num_top best beside each, a slice at a time."""
+    found = []
+    for low in range(0, len(targets.row), TARGET_SLICE):
+        part = slice(low, low + TARGET_SLICE)
+        row, position, most = targets.row[part], targets.position[part], num_top[part]
+        at = to_device([targets.hidden_row[part].tolist(), targets.token[part].tolist()], torch.int64, hidden.device)
+        every = torch.arange(len(row), dtype=torch.int32, device=hidden.device)
+        view = View(unadjusted(model.logits(hidden[at[0]])), Entries(every, torch.zeros_like(every)))
+        found.append(pending(view, at[1].int()[:, None], row, position, most, np.zeros(len(row), np.int64)))
+    return found
 
 
 def to_host(tensor: Tensor) -> Tensor:
