@@ -13,7 +13,7 @@ from perdure.api.plan import NO_LOGPROBS, Adjustments, RowInit, StepOutput
 from perdure.api.structured import StructuredOutputsParams
 from perdure.ops.adjust import RowMasks
 from perdure.ops.triton.adjust import KNOWN, STALE, as_bits
-from perdure.ops.triton.sampling import find_kept
+from perdure.ops.triton.filters import find_kept
 from perdure.runner.cuda.sample_columns import SampleColumns, num_sample_words
 from perdure.runner.cuda.sampler import DeviceSampler
 from perdure.runner.cuda.ticket import WHY, Launched
@@ -110,7 +110,7 @@ class OnHost:
         self.rows.sampled(step.slots[rows], tokens)
         launched = Launched(0, [0] * len(step.slots), NONE, NONE, step.slots, errors)
         launched.host_rows, launched.host_tokens, launched.host_entries = rows, tokens, scores
-        return launched.output(NONE, NONE)[0]
+        return launched.output(NONE[None], NONE[None])[0]
 
 
 class OnDevice:
@@ -143,7 +143,7 @@ class OnDevice:
 
     def finish(self, launched: Launched, results: torch.Tensor, slots: np.ndarray) -> StepOutput:
         tokens, codes = results.cpu().numpy().astype(np.int64)[:, : len(slots)]
-        output, good = launched.output(tokens, codes)
+        output, (good,) = launched.output(tokens[None], codes[None])
         self.rows.sampled(slots[good], tokens[good])
         return output
 

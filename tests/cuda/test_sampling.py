@@ -5,12 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from perdure.ops import sampling
 from perdure.ops.select import kept
+from perdure.ops.triton import filters
 from perdure.ops.triton.adjust import FINE, UNUSABLE, unadjusted
-from perdure.ops.triton.sampling import Filter, Settings, draw_tokens, find_kept
+from perdure.ops.triton.filters import find_kept
+from perdure.ops.triton.sampling import draw_tokens, weigh
 from perdure.ops.triton.scores import Entries, View, best_ids, score
+from perdure.ops.triton.weights import FAR, Filter, Kept, Settings, exp, scaled
 from tests.cuda.conftest import ON_GPU
 from tests.witness import witness
 
@@ -57,11 +62,13 @@ def settings(of: sampling.SamplingColumns, device: torch.device) -> Settings:
     )
 
 
-def draw(logits: np.ndarray, of: sampling.SamplingColumns, device: torch.device, find: Filter = find_kept) -> list[int]:
+def draw(
+    logits: np.ndarray | torch.Tensor, of: sampling.SamplingColumns, device: torch.device, find: Filter = find_kept
+) -> list[int]:
     tokens, codes, last = (
         torch.full((len(logits) + extra,), -7, dtype=torch.int32, device=device) for extra in (0, 0, 1)
     )
-    draw_tokens(torch.from_numpy(logits).to(device), settings(of, device), tokens, codes, last, find)
+    draw_tokens(torch.as_tensor(logits).to(device), settings(of, device), tokens, codes, last, find)
     assert last.tolist() == [*tokens.tolist(), -7] and set(codes.tolist()) == {FINE.value}
     return tokens.tolist()
 
@@ -82,6 +89,41 @@ def test_equal_logits_give_equal_tokens(device, fixed, ties):
     found = draw(logits, of, device)
     assert found == sampling.sample(logits, of).tolist()
     witness("sampling-cuda-draw", rows=len(found), distinct=len({*found}))
+
+
+def test_logits_of_16_bits_are_read_as_they_are(device):
+    """Equals in plenty, and no copy in fp32."""
+    rng = np.random.default_rng(8)
+    logits = (3 * rng.standard_normal((ROWS, VOCAB))).astype(np.float32)
+    narrow = torch.from_numpy(logits).to(torch.bfloat16 if ON_GPU else torch.float16)  # no bfloat16 in the interpreter
+    of = columns(ROWS, rng)
+    assert draw(narrow, of, device) == sampling.sample(narrow.float().numpy(), of).tolist()
+
+
+@triton.jit
+def _weight_kernel(x, scaled_to, weights, top, heat, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    its = scaled(tl.load(x + at), tl.load(top), tl.load(heat))
+    tl.store(scaled_to + at, its)
+    tl.store(weights + at, exp(its))
+
+
+@pytest.mark.parametrize("heat", [1.0, 0.7, 1.9999999, 0.013, 3e-20])
+def test_scaled_values_and_weights_to_the_bit(device, heat):
+    """Of values spread over all there are, near the largest and far below it."""
+    bits = np.arange(0, 2**31 - 2**23, 97 if ON_GPU else 40_009, dtype=np.int64).astype(np.int32)
+    bits = np.concatenate([bits, np.zeros(-len(bits) % 1024, np.int32)])
+    top = np.float32(1.0 if heat < 1e-9 else 17.3)
+    values = top - bits.view(np.float32)
+    x = torch.from_numpy(values).to(device)
+    scaled_to, weights = torch.empty_like(x), torch.empty_like(x)
+    limits = (torch.tensor([value], dtype=torch.float32, device=device) for value in (top, heat))
+    _weight_kernel[(len(x) // 1024,)](x, scaled_to, weights, *limits, BLOCK=1024, enable_fp_fusion=False)
+    with np.errstate(over="ignore"):
+        right = (values - top) / np.float32(heat)
+    near = values - top > FAR.value
+    assert np.array_equal(scaled_to.cpu().numpy()[near], right[near])
+    assert np.array_equal(weights.cpu().numpy(), np.exp(right))
 
 
 def test_a_uniform_draw_is_in_place(device):
@@ -152,6 +194,43 @@ KEPT = {
 }
 
 
+def kept_by(form: Kept, x: np.ndarray, least: np.ndarray, row: int) -> list[int]:
+    """Ids of scaled values x [n, V]."""
+    edge, tie = form.border[row].item(), form.last_tie[row].item()
+    inside = (x[row] > edge) | ((x[row] == edge) & (np.arange(x.shape[1]) <= tie))
+    return np.flatnonzero(inside & (np.exp(x[row]) >= np.float32(least[row]))).tolist()
+
+
+SHAPES = {"peaked": (3.0, 0.0), "flat": (0.01, 0.0), "ties": (3.0, 0.5), "few values": (0.4, 1.0), "level": (0.0, 0.0)}
+"""Of logits: their spread, and what they are rounded to."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("room", [64, filters.ROOM])
+def test_kept_ids(device, monkeypatch, room, shape):
+    """To the id, of many settings; where all that is in question has room beside the row, and where it has not."""
+    monkeypatch.setattr(filters, "ROOM", room)
+    (spread, step), rng, rows = SHAPES[shape], np.random.default_rng(7), 40 if ON_GPU else 3
+    logits = (2.0 + spread * rng.standard_normal((rows, VOCAB))).astype(np.float32)
+    if step:
+        logits = (np.round(logits / step) * step).astype(np.float32)
+    logits[:, 5::7] = -np.inf
+    of = columns(rows, rng)
+    of.temperature[:] = rng.choice([0.3, 0.7, 1.3], rows)
+    of.top_k[:] = rng.choice([0, 2, 50, 300, 100_000], rows)
+    of.top_p[:] = rng.choice([1.0, 0.999, 0.95, 0.5], rows)
+    of.min_p[:] = rng.choice([0.0, 0.0, 1e-3, 0.2], rows)
+    placed = settings(of, device)
+    x = unadjusted(torch.from_numpy(logits).to(device))
+    form = find_kept(x, placed, weigh(x, placed))
+    seen = (logits - logits.max(1, keepdims=True)) / of.temperature[:, None]
+    for row in range(rows):
+        limits = {"top_k": int(of.top_k[row]), "top_p": float(of.top_p[row]), "min_p": float(of.min_p[row])}
+        right = kept(seen[row], np.exp(seen[row]), **limits)
+        every = np.arange(VOCAB) if right is None else right
+        assert kept_by(form, seen, of.min_p, row) == every.tolist(), (limits, float(of.temperature[row]))
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_kept_ids_by_flashinfer(gpu, name):
     """Both forms keep what `ops.select.kept` does, of logits without a pattern; and what is drawn is the same."""
@@ -164,15 +243,15 @@ def test_kept_ids_by_flashinfer(gpu, name):
     of = columns(ROWS, rng, temperature=0.7, **KEPT[name])
     placed = settings(of, gpu)
     x = unadjusted(torch.from_numpy(logits).to(gpu))
-    scaled = (logits - logits.max(1, keepdims=True)) / of.temperature[:, None]
+    seen = (logits - logits.max(1, keepdims=True)) / of.temperature[:, None]
     counts = []
-    ours, theirs = find_kept(x, placed), flashinfer_filters.find_kept(x, placed)
+    masses = weigh(x, placed)
+    ours, theirs = find_kept(x, placed, masses), flashinfer_filters.find_kept(x, placed, masses)
     for row in range(ROWS):
         limits = {"top_k": int(of.top_k[row]), "top_p": float(of.top_p[row]), "min_p": float(of.min_p[row])}
-        right = kept(scaled[row], np.exp(scaled[row]), **limits)
+        right = kept(seen[row], np.exp(seen[row]), **limits)
         for form in (ours, theirs):
-            inside = (scaled[row] >= form.border[row].item()) & (np.exp(scaled[row]) >= np.float32(of.min_p[row]))
-            assert np.flatnonzero(inside).tolist() == right.tolist()
+            assert kept_by(form, seen, of.min_p, row) == right.tolist()
         counts.append(len(right))
     assert draw(logits, of, gpu, flashinfer_filters.find_kept) == draw(logits, of, gpu)
     witness("sampling-flashinfer-kept", rows=ROWS, most=max(counts), least=min(counts))

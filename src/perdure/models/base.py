@@ -132,7 +132,7 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits [n, V] of the rows of hidden [n, H]."""
+        """Logits [n, V] of the rows of hidden [n, H], in fp32 or a narrower type, of which fp32 holds each value."""
         ...
 
 

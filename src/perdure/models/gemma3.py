@@ -97,8 +97,8 @@ class Gemma3Model:
         return self._norm(stream.total())
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._head(hidden).float()
-        return logits if self._final_softcap is None else soft_cap_(logits, self._final_softcap)
+        logits = self._head(hidden)
+        return logits if self._final_softcap is None else soft_cap_(logits.float(), self._final_softcap)
 
 
 def parameters(config: ModelConfig) -> dict[str, Parts]:

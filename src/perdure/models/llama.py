@@ -77,7 +77,7 @@ class LlamaModel:
         return self._norm(stream)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden).float()
+        return self._head(hidden)
 
 
 def layer_parts(config: ModelConfig) -> dict[str, Parts]:

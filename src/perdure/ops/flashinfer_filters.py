@@ -1,4 +1,4 @@
-"""top_k and top_p by FlashInfer's kernels: another form of `ops.triton.sampling.find_kept`.
+"""top_k and top_p by FlashInfer's kernels: another form of `ops.triton.filters.find_kept`.
 
 - It says which ids are kept; what is drawn of them is drawn as ever. Equals at a border are all kept.
 - Masses are sums in fp32: where top_p keeps tens of thousands of ids, the last of them may be another one.
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from perdure.ops.select import TINY
 from perdure.ops.triton.adjust import Adjusted
-from perdure.ops.triton.sampling import Kept, Settings
+from perdure.ops.triton.sampling import restrict
+from perdure.ops.triton.weights import Kept, Masses, Settings
 
 
 def why_not() -> str | None:
@@ -24,8 +25,8 @@ def why_not() -> str | None:
     return None
 
 
-def find_kept(x: Adjusted, settings: Settings) -> Kept:
-    """`ops.triton.sampling.find_kept`."""
+def find_kept(x: Adjusted, settings: Settings, masses: Masses) -> Kept:
+    """`ops.triton.filters.find_kept`."""
     from flashinfer.sampling import top_k_mask_logits, top_p_renorm_probs
 
     vocab_size = x.logits.shape[1]
@@ -39,11 +40,13 @@ def find_kept(x: Adjusted, settings: Settings) -> Kept:
     kept = top_p_renorm_probs(torch.softmax(left, -1), settings.top_p.float())
     is_kept = torch.where((settings.top_p < 1.0)[:, None], kept > 0, left > -torch.inf)
     border = torch.where(is_kept, scaled, torch.inf).amin(1)
-    return Kept(border, torch.full_like(settings.top_k, vocab_size))
+    found = Kept(border, torch.full_like(settings.top_k, vocab_size))
+    restrict(x, settings, found, masses)
+    return found
 
 
 def _scaled(x: Adjusted, settings: Settings, top: Tensor) -> Tensor:
     """As they are drawn from [n, V]."""
     asked = (settings.asked != 0) | (settings.masks != 0)
-    values = torch.where(asked[:, None], x.values, x.logits)
+    values = torch.where(asked[:, None], x.values, x.logits.float())
     return (values - top[:, None]) / settings.temperature.clamp(min=TINY)[:, None]

@@ -44,6 +44,7 @@ class RowStore:
         self._seed = np.zeros(num_slots, np.uint64)
         self._child = np.zeros(num_slots, np.int64)
         self.listed_ids: list[Ids] = [NO_LIST] * num_slots
+        self.num_listed = np.zeros(num_slots, np.int64)
         self._forced_ids: list[tuple[int, ...]] = [()] * num_slots
         self._num_forced = np.zeros(num_slots, np.int64)
         self.adjustments = RowAdjustments(num_slots, vocab_size)
@@ -125,6 +126,7 @@ class RowStore:
         self._seed[slot] = init.seed
         self._child[slot] = init.child
         self.listed_ids[slot] = np.array(init.listed_ids, np.int64)
+        self.num_listed[slot] = len(init.listed_ids)
         self._forced_ids[slot] = init.forced_ids
         self._num_forced[slot] = len(init.forced_ids)
         self.adjustments.init(init)

@@ -8,7 +8,7 @@
 - Every rounding is that of `ops.adjust`. What only excludes ids commutes with what adds to them, and goes where it is
   cheap.
 
-Shapes: n rows, V = vocabulary, W = words of 32 bits that hold it, C = chunks of CHUNK ids.
+Shapes: n rows, V = vocabulary, W = words of 32 bits that hold it, C = chunks of CHUNK ids, nb = their blocks of 64.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 from perdure.ops.select import Floats, Ids
 
 CHUNK = 4096  # ids of one program
+PART = 1024  # of these handled at once where something was asked
 
 # A block's head: numbers, and where (AT_) in the block lists begin, 0 = there is none.
 KNOWN = tl.constexpr(0)
@@ -239,41 +240,65 @@ def _largest(x, ids):
 
 
 @triton.jit
-def _adjust_kernel(
-    logits, adjusted, raw_best, best, best_id, asked, masks, output_index, V, stride, CHUNK: tl.constexpr
-):  # fmt: skip
-    """A chunk of a row: into adjusted if the row asked anything; raw_best and best: the largest before and after."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first = chunk * CHUNK
-    ids = first + tl.arange(0, CHUNK)
+def _adjusted_part(logits, out, block, bits, index, V, first, PART: tl.constexpr):
+    """Values of a part of a row after what was asked: also into out."""
+    ids = first + tl.arange(0, PART)
     inside = ids < V
-    x = tl.load(logits + row * stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
-    cell = row * tl.num_programs(1) + chunk
-    top, top_id = _largest(x, ids)
-    tl.store(raw_best + cell, top)
+    x = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    if block != 0:
+        words = words_at(block)
+        if tl.load(words + NUM_BIAS) > 0:
+            x = _add_bias(x, out, words, first, ids, inside, PART)
+        if tl.load(words + AT_COUNTS) > 0:
+            x = _penalised(x, words, ids, inside)
+        if tl.load(words + AT_ALLOWED) > 0:
+            x = _only(x, words + tl.load(words + AT_ALLOWED), ids, inside)
+        if index < tl.load(words + MIN_TOKENS):
+            x = _only(x, words + tl.load(words + AT_LATER), ids, inside)
+        if tl.load(words + NUM_WORDS) > 0:
+            position = tl.load(words + PROMPT_LENGTH) + index
+            x = _ban_words(x, out, words, position, first, ids, inside, PART)
+    if bits != 0:
+        x = _only(x, words_at(bits), ids, inside)
+    tl.store(out + ids, x, mask=inside)
+    return x, ids
+
+
+@triton.jit
+def _adjust_kernel(
+    logits, adjusted, raw_best, best, best_id, raw_block_best, block_best, asked, masks, output_index, V, stride,
+    CHUNK: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """A chunk of a row: into adjusted if the row asked anything, a part at a time since that takes registers; the
+    largest values before and after."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits += row * stride
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
     block, bits = tl.load(asked + row), tl.load(masks + row)
-    if (block != 0) | (bits != 0):
-        out = adjusted + row * V
-        if block != 0:
-            words = words_at(block)
-            index = tl.load(output_index + row)
-            if tl.load(words + NUM_BIAS) > 0:
-                x = _add_bias(x, out, words, first, ids, inside, CHUNK)
-            if tl.load(words + AT_COUNTS) > 0:
-                x = _penalised(x, words, ids, inside)
-            if tl.load(words + AT_ALLOWED) > 0:
-                x = _only(x, words + tl.load(words + AT_ALLOWED), ids, inside)
-            if index < tl.load(words + MIN_TOKENS):
-                x = _only(x, words + tl.load(words + AT_LATER), ids, inside)
-            if tl.load(words + NUM_WORDS) > 0:
-                position = tl.load(words + PROMPT_LENGTH) + index
-                x = _ban_words(x, out, words, position, first, ids, inside, CHUNK)
-        if bits != 0:
-            x = _only(x, words_at(bits), ids, inside)
-        tl.store(out + ids, x, mask=inside)
-        top, top_id = _largest(x, ids)
-    tl.store(best + cell, top)
-    tl.store(best_id + cell, top_id)
+    cell = row * tl.num_programs(1) + chunk
+    to = cell * (CHUNK // 64) + tl.arange(0, CHUNK // 64)
+    of_blocks = tl.max(tl.reshape(x, (CHUNK // 64, 64)), 1)
+    top, top_id = _largest(x, ids)
+    tl.store(raw_block_best + to, of_blocks)
+    tl.store(raw_best + cell, top)
+    if (block == 0) & (bits == 0):
+        tl.store(block_best + to, of_blocks)
+        tl.store(best + cell, top)
+        tl.store(best_id + cell, top_id)
+    else:
+        index = tl.load(output_index + row)
+        most, most_id, any_nan = tl.full((), float("-inf"), tl.float32), top_id, top != top
+        for low in range(0, CHUNK, PART):
+            y, its = _adjusted_part(logits, adjusted + row * V, block, bits, index, V, chunk * CHUNK + low, PART)
+            blocks = (cell * CHUNK + low) // 64 + tl.arange(0, PART // 64)
+            tl.store(block_best + blocks, tl.max(tl.reshape(y, (PART // 64, 64)), 1))
+            largest, first = _largest(y, its)
+            any_nan = any_nan | (largest != largest)
+            most_id = tl.where((low == 0) | (largest > most), first, most_id)
+            most = tl.maximum(most, largest)
+        tl.store(best + cell, tl.where(any_nan, float("nan"), most))
+        tl.store(best_id + cell, most_id)
 
 
 @triton.jit
@@ -297,15 +322,17 @@ def learn(block, index, token, code):
 
 @dataclass(frozen=True, slots=True)
 class Adjusted:
-    """logits [n, V], as the model gave them. values [n, V]: after what was asked, of rows that asked anything.
-    raw_best, best [n, C]: the largest of each chunk before and after, NaN where there is one; best_id: the first id of
-    it after."""
+    """logits [n, V], as the model gave them, in its type. values [n, V] (fp32): after what was asked, where a row asked
+    anything. raw_best, best [n, C]: the largest of each chunk before and after, NaN where there is one; best_id: the
+    first id of it after. raw_block_best, block_best [n, nb]: the same of each block of 64, NaN aside."""
 
     logits: Tensor
     values: Tensor
     raw_best: Tensor
     best: Tensor
     best_id: Tensor
+    raw_block_best: Tensor
+    block_best: Tensor
 
 
 def adjust(logits: Tensor, asked: Tensor, masks: Tensor, output_index: Tensor) -> Adjusted:
@@ -325,9 +352,12 @@ def _adjusted(logits: Tensor, values: Tensor, asked: Tensor, masks: Tensor, outp
     chunks = triton.cdiv(vocab_size, CHUNK)
     raw_best, best = (torch.empty(num_rows, chunks, dtype=torch.float32, device=logits.device) for _ in range(2))
     best_id = torch.empty(num_rows, chunks, dtype=torch.int32, device=logits.device)
+    raw_block_best, block_best = (
+        torch.empty(num_rows, chunks * CHUNK // 64, dtype=torch.float32, device=logits.device) for _ in range(2)
+    )
     if num_rows:
         _adjust_kernel[(num_rows, chunks)](
-            logits, values, raw_best, best, best_id, asked, masks, output_index, vocab_size, logits.stride(0),
-            CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False,
+            logits, values, raw_best, best, best_id, raw_block_best, block_best, asked, masks, output_index, vocab_size,
+            logits.stride(0), CHUNK=CHUNK, PART=PART, num_warps=4, maxnreg=64, enable_fp_fusion=False,
         )  # fmt: skip
-    return Adjusted(logits, values, raw_best, best, best_id)
+    return Adjusted(logits, values, raw_best, best, best_id, raw_block_best, block_best)

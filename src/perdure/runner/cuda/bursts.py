@@ -19,10 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perdure.api.plan import MOST_STEPS, NO_LOGPROBS
-from perdure.ops.triton.adjust import Adjusted
-from perdure.ops.triton.sampling import Kept
 from perdure.runner.cuda.graphs import Outputs
-from perdure.runner.cuda.sampler import DeviceSampler
+from perdure.runner.cuda.sampler import DeviceSampler, of_outputs
 from perdure.runner.cuda.scores import PendingScores
 from perdure.runner.cuda.step import NOWHERE, StepColumns, StepSize, longest_first
 from perdure.runner.cuda.ticket import StagedStep
@@ -87,7 +85,7 @@ class Bursts:
             outputs = compute(step)
             row_ends.learn(results, self.results[step], draws.slots, draws.output_index, count)
             if asks_scores:
-                drawn = Adjusted(*outputs[1:6]), Kept(*outputs[6:]), draws.settings()
+                drawn = *of_outputs(outputs[1:]), draws.settings()
                 found.append(self._sampler.scores_in_burst(burst.at(step), burst.present(step), drawn))
         return [scores for scores in found if scores is not None]
 

@@ -29,13 +29,11 @@ from perdure.models.store import Store
 from perdure.models.weight_set import WeightSet
 from perdure.ops.attention import CacheShape
 from perdure.ops.attention.paged import PagedRows, make_paged
-from perdure.ops.triton.adjust import Adjusted
 from perdure.ops.triton.pages import turn_and_write, write_kv
-from perdure.ops.triton.sampling import Kept
 from perdure.runner.cuda.bursts import Burst, Bursts
 from perdure.runner.cuda.graphs import Graphs
 from perdure.runner.cuda.pages import DevicePages, to_device
-from perdure.runner.cuda.sampler import DeviceSampler, Parts, filter_of
+from perdure.runner.cuda.sampler import DeviceSampler, Parts, as_outputs, filter_of, of_outputs
 from perdure.runner.cuda.scores import PendingScores, score_targets
 from perdure.runner.cuda.step import StepColumns, StepSize, blocks_of, longest_first
 from perdure.runner.cuda.ticket import Launched, LaunchedBurst, StagedStep, Staging, StepTicket
@@ -302,7 +300,7 @@ class CudaRunner:
         outputs = self._compute_words(size, shape, lambda: step)
         if not count:
             return outputs[0]
-        hidden, drawn, kept = outputs[0], Adjusted(*outputs[1:6]), Kept(*outputs[6:])
+        hidden, (drawn, kept) = outputs[0], of_outputs(outputs[1:])
         after = None
         if len(parts.masked):
             after = self._sampler.draw_masked(drawn.logits, step, parts, launched.errors)
@@ -358,7 +356,7 @@ class CudaRunner:
         if not size.samples:
             return (hidden,)
         x, kept = self._sampler.draw(self._model.logits(hidden[step.hidden]), step.samples.settings())
-        return hidden, x.logits, x.values, x.raw_best, x.best, x.best_id, kept.border, kept.last_tie
+        return hidden, *as_outputs(x, kept)
 
     # Scores, and rows that the host samples
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from perdure.ops.triton.sampling import Settings
+from perdure.ops.triton.weights import Settings
 from perdure.runner.inputs import Ints
 from perdure.runner.row_store import RowStore
 
@@ -33,7 +33,7 @@ def num_sample_words(count: int) -> int:
 
 
 class SampleColumns:
-    """Of `count` rows; flat begins on a word of 64 bits. The columns are those of `ops.triton.sampling.Settings`."""
+    """Of `count` rows; flat begins on a word of 64 bits. The columns are those of `ops.triton.weights.Settings`."""
 
     slots: Any
     top_k: Any

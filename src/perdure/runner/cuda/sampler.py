@@ -12,7 +12,7 @@ Shapes: S slots, n rows of a draw.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -23,8 +23,10 @@ from perdure.api.plan import NO_LOGPROBS, RowInit
 from perdure.ops import flashinfer_filters
 from perdure.ops.triton.adjust import Adjusted, Asked, history_of, make_block
 from perdure.ops.triton.bursts import MOST_ENDS, NO_ID, RowEnds
-from perdure.ops.triton.sampling import Filter, Kept, Settings, draw_tokens, find_kept
+from perdure.ops.triton.filters import find_kept
+from perdure.ops.triton.sampling import draw_tokens
 from perdure.ops.triton.scores import Entries, View
+from perdure.ops.triton.weights import Filter, Kept, Settings
 from perdure.runner.cuda.pages import to_device
 from perdure.runner.cuda.sample_columns import SampleColumns, num_sample_words
 from perdure.runner.cuda.scores import PendingScores, pending
@@ -33,6 +35,16 @@ from perdure.runner.masks import Masks
 from perdure.runner.row_store import RowStore
 
 Drawn = tuple[Adjusted, Kept, Settings]
+
+
+def as_outputs(x: Adjusted, kept: Kept) -> tuple[Tensor, ...]:
+    """As a step returns them, which may be a graph's."""
+    return *(getattr(x, field.name) for field in fields(x)), kept.border, kept.last_tie
+
+
+def of_outputs(outputs: Sequence[Tensor]) -> tuple[Adjusted, Kept]:
+    """`as_outputs` back."""
+    return Adjusted(*outputs[:-2]), Kept(*outputs[-2:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,19 +175,20 @@ class DeviceSampler:
         if not len(asking):
             return None
         rows, slots = step.sampled[on_device[results[asking]]], slots[asking]
-        listed = [self._rows.listed_ids[slot] for slot in slots.tolist()]
-        num_listed = np.array([len(ids) for ids in listed], np.int64)
-        numbers = np.full((len(asking), 4 + num_listed.max()), -1, np.int32)
-        numbers[:, 0], numbers[:, 1] = drawn_rows[asking], self._rows.processed_logprobs[slots]
-        numbers[:, 2] = results[asking]
-        for entry, ids in enumerate(listed):
-            numbers[entry, 4 : 4 + len(ids)] = ids
+        count, num_listed = len(asking), self._rows.num_listed[slots]
+        width = -(-count // 4) * 4  # every column begins on 16 bytes, else kernels would be compiled anew
+        numbers = np.full(3 * width + (1 + num_listed.max()) * count, -1, np.int32)
+        columns, ids = numbers[: 3 * width].reshape(3, width), numbers[3 * width :].reshape(count, -1)
+        columns[:, :count] = drawn_rows[asking], self._rows.processed_logprobs[slots], results[asking]
+        for entry in np.flatnonzero(num_listed).tolist():
+            ids[entry, 1 : 1 + num_listed[entry]] = self._rows.listed_ids[slots[entry]]
         placed = _placed(numbers, self._device)
-        ids = placed[:, 3:].contiguous()
-        ids[:, 0] = self.results[0, placed[:, 2]]
+        looked_at, is_processed, at = placed[: 3 * width].view(3, width)[:, :count]
+        scored = placed[3 * width :].view(count, -1)
+        scored[:, 0] = self.results[0, at]
         x, kept, settings = drawn
-        view = View(x, Entries(placed[:, 0].contiguous(), placed[:, 1].contiguous()), (settings, kept))
-        return pending(view, ids, rows, step.ends[rows], self._rows.num_logprobs[slots], num_listed)
+        view = View(x, Entries(looked_at, is_processed), (settings, kept))
+        return pending(view, scored, rows, step.ends[rows], self._rows.num_logprobs[slots], num_listed)
 
     def keep(self, slots: Ints, tokens: Ints) -> None:
         """The tokens of rows that the host sampled."""
