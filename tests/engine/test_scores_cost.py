@@ -12,7 +12,7 @@ import pytest
 
 from perdure import LLM, SamplingParams
 from perdure.api.plan import StepOutput, StepPlan
-from perdure.core import committing
+from perdure.core import scores
 from perdure.runner import sampler
 from tests.engine.helpers import prompt
 from tests.witness import witness
@@ -32,8 +32,8 @@ class Watch:
         for owner, name in (
             (sampler, "score"),
             (sampler.ScoreEntries, "columns"),
-            (committing, "rows_with_scores"),
-            (committing, "append_scores"),
+            (scores.StepScores, "__init__"),
+            (scores.StepScores, "append"),
         ):
             monkeypatch.setattr(owner, name, self._watched(getattr(owner, name)))
         runner = llm._engine.resolved.runner

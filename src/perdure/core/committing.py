@@ -15,7 +15,7 @@ from perdure.api.errors import StepFailed
 from perdure.api.plan import StepOutput, StepPlan
 from perdure.core.control import Control
 from perdure.core.requests import Requests
-from perdure.core.scores import append_scores, rows_with_scores
+from perdure.core.scores import StepScores
 from perdure.core.state import RequestState
 
 
@@ -32,8 +32,7 @@ class Committing:
         assert output.step == plan.step
         requests.steps_in_flight -= 1
         failed = dict(output.errors)
-        records = rows_with_scores(output.records)
-        prompt_records = rows_with_scores(output.prompt_records)
+        records, prompt_records = StepScores(output.records), StepScores(output.prompt_records)
         epoch, at = self._control.epoch, 0
         columns = zip(plan.request, plan.length, plan.num_tokens, output.num_sampled, strict=True)
         for row, (arrival, length, num_given, count) in enumerate(columns):
@@ -45,9 +44,7 @@ class Committing:
             if state.is_final:
                 requests.forget_if_done(state)
                 continue
-            if row in prompt_records:
-                assert state.prompt_scores is not None
-                append_scores(state.prompt_scores, output.prompt_records, prompt_records[row], state.tokens)
+            prompt_records.append(row, state.prompt_scores, state.tokens)
             failure = failed.get(row) if failed else None
             if failure is not None and not count:
                 requests.end(state, Ending("error", failure=failure))
@@ -56,9 +53,7 @@ class Committing:
             if count:
                 state.stamp(epoch)
                 state.tokens += output.tokens[first:at]
-            if row in records:
-                assert state.scores is not None
-                append_scores(state.scores, output.records, records[row], state.tokens)
+            records.append(row, state.scores, state.tokens)
             ending = self._ending(state, count)
             if state.is_resident:
                 computed = state.num_computed + state.num_copied + (length if failure is None else count)

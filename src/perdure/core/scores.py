@@ -2,51 +2,40 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from perdure.api.plan import ScoreColumns
 from perdure.api.scores import TokenScores
 
 
-class RowEntries(NamedTuple):
-    """One row's entries first .. end - 1, and the first of its top pairs and of its listed ones."""
+class StepScores:
+    """A step's columns, gone through once, in the plan's order of rows."""
 
-    first: int
-    end: int
-    first_top: int
-    first_listed: int
-
-
-def rows_with_scores(columns: ScoreColumns) -> dict[int, RowEntries]:
-    """Where each row's scores stand."""
-    found: dict[int, RowEntries] = {}
-    top = listed = 0
-    for entry, row in enumerate(columns.row):
-        before = found.get(row)
-        first, first_top, first_listed = (
-            (entry, top, listed) if before is None else (before.first, before.first_top, before.first_listed)
+    def __init__(self, columns: ScoreColumns) -> None:
+        self._columns = columns
+        self._rows = columns.row
+        self._top_ids, self._ranks = (memoryview(ids).cast("i") for ids in (columns.top_ids, columns.listed_ranks))
+        self._top_scores, self._scores = (
+            memoryview(scores).cast("f") for scores in (columns.top_scores, columns.listed_scores)
         )
-        found[row] = RowEntries(first, entry + 1, first_top, first_listed)
-        top += columns.num_top[entry]
-        listed += columns.num_listed[entry] if columns.num_listed else 0
-    return found
+        self._entry = self._top = self._listed = 0  # the next entry, and the first of its best and of its listed ones
 
-
-def append_scores(into: TokenScores, columns: ScoreColumns, where: RowEntries, tokens: list[int]) -> None:
-    """Append one row's entries; tokens is the request's whole list, read at the entries' positions."""
-    top_ids, top_scores = memoryview(columns.top_ids).cast("i"), memoryview(columns.top_scores).cast("f")
-    ranks, scores = memoryview(columns.listed_ranks).cast("i"), memoryview(columns.listed_scores).cast("f")
-    top, listed = where.first_top, where.first_listed
-    for entry in range(where.first, where.end):
-        top_end = top + columns.num_top[entry]
-        listed_end = listed + (columns.num_listed[entry] if columns.num_listed else 0)
-        into.append(
-            tokens[columns.position[entry]],
-            columns.chosen[entry],
-            columns.rank[entry],
-            top_ids[top:top_end],
-            top_scores[top:top_end],
-            ranks[listed:listed_end],
-            scores[listed:listed_end],
-        )
-        top, listed = top_end, listed_end
+    def append(self, row: int, into: TokenScores | None, tokens: list[int]) -> None:
+        """This row's entries, if there are any; those of rows before it are passed over. tokens is the request's whole
+        list, read at the entries' positions."""
+        rows, columns, entry = self._rows, self._columns, self._entry
+        while entry < len(rows) and rows[entry] <= row:
+            top, listed = self._top, self._listed
+            self._top = top_end = top + columns.num_top[entry]
+            self._listed = listed_end = listed + (columns.num_listed[entry] if columns.num_listed else 0)
+            if rows[entry] == row:
+                assert into is not None
+                into.append(
+                    tokens[columns.position[entry]],
+                    columns.chosen[entry],
+                    columns.rank[entry],
+                    self._top_ids[top:top_end],
+                    self._top_scores[top:top_end],
+                    self._ranks[listed:listed_end],
+                    self._scores[listed:listed_end],
+                )
+            entry += 1
+        self._entry = entry

@@ -10,8 +10,8 @@ Shapes: H = hidden size, V = vocabulary, S sampled rows, T targets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -55,7 +55,8 @@ class Sampler:
                 entries.end(np.delete(rows, good), np.delete(positions, good))
                 logits, rows, positions, ids = logits[good], rows[good], positions[good], ids[good]
             num_top = self._rows.num_prompt_logprobs[slots[rows]]
-            entries.add(rows, positions, score(logits, ids, num_top))
+            if len(rows):
+                entries.add(EntryColumns.of(rows, positions, score(logits, ids, num_top)))
         return entries
 
     def sample(
@@ -104,7 +105,8 @@ class Sampler:
                 x = processed(x, columns.take(chosen))
             num_top = self._rows.num_logprobs[slots[chosen]]
             listed = [self._rows.listed_ids[slot] for slot in slots[chosen].tolist()]
-            entries.add(rows[chosen], positions[chosen], score(x, tokens[chosen], num_top, listed))
+            scores = score(x, tokens[chosen], num_top, listed)
+            entries.add(EntryColumns.of(rows[chosen], positions[chosen], scores))
         return rows, tokens, entries
 
     def _adjusted(self, logits: Floats, slots: Ints, positions: Ints) -> tuple[Floats, dict[int, Failure]]:
@@ -126,8 +128,9 @@ class Sampler:
         """fp32 logits [len(rows), V] of packed rows; the head's product is padded to whole tiles of rows."""
         padded = np.zeros(-(-len(rows) // self._row_tile) * self._row_tile, np.int64)
         padded[: len(rows)] = rows
-        logits: Floats = self._model.logits(hidden[torch.from_numpy(padded).to(hidden.device)]).cpu().numpy()
-        return logits[: len(rows)]
+        product = self._model.logits(hidden[torch.from_numpy(padded).to(hidden.device)])
+        logits: Floats = product[: len(rows)].float().cpu().numpy()
+        return logits
 
 
 def _good_rows(logits: Floats, rows: Ints, errors: dict[int, Failure]) -> Ints:
@@ -135,6 +138,39 @@ def _good_rows(logits: Floats, rows: Ints, errors: dict[int, Failure]) -> Ints:
     unusable = unusable_rows(logits)
     errors.update((row, BAD_LOGITS) for row in rows[unusable].tolist())
     return np.flatnonzero(~unusable)
+
+
+@dataclass(frozen=True, slots=True)
+class EntryColumns:
+    """Scores of entries as columns [m], and flat what each has so many of: best ids, and listed ones."""
+
+    row: Ints
+    position: Ints
+    chosen: Floats
+    rank: Ints
+    num_top: Ints
+    top_ids: Ints
+    top_scores: Floats
+    num_listed: Ints
+    listed_ranks: Ints
+    listed_scores: Floats
+
+    @staticmethod
+    def of(rows: Ints, positions: Ints, scores: Scores) -> EntryColumns:
+        return EntryColumns(
+            rows,
+            positions,
+            scores.chosen,
+            scores.rank,
+            *_joined(scores.top_ids),
+            _joined(scores.top_scores)[1],
+            *_joined(scores.listed_ranks),
+            _joined(scores.listed_scores)[1],
+        )
+
+
+def _joined(parts: Sequence[np.ndarray]) -> tuple[Ints, np.ndarray]:
+    return np.array([len(part) for part in parts], np.int64), np.concatenate(parts)
 
 
 @dataclass(slots=True)
@@ -145,16 +181,11 @@ class ScoreEntries:
     ends. ends: that position, by row.
     """
 
-    rows: list[Ints] = field(default_factory=list)
-    positions: list[Ints] = field(default_factory=list)
-    scores: list[Scores] = field(default_factory=list)
+    parts: list[EntryColumns] = field(default_factory=list)
     ends: dict[int, int] = field(default_factory=dict)
 
-    def add(self, rows: Ints, positions: Ints, scores: Scores) -> None:
-        self.rows.append(rows)
-        self.positions.append(positions)
-        scores = replace(scores, top_ids=[ids.astype(np.int32) for ids in scores.top_ids])
-        self.scores.append(scores)
+    def add(self, part: EntryColumns) -> None:
+        self.parts.append(part)
 
     def end(self, rows: Ints, positions: Ints) -> None:
         """The logits of these are not usable."""
@@ -163,28 +194,32 @@ class ScoreEntries:
 
     def columns(self, without: Iterable[int] = ()) -> ScoreColumns:
         """In the plan's order of rows and in order of position. without: rows that have none."""
-        if not self.rows:
+        if not self.parts:
             return ScoreColumns.empty()
-        row, position = np.concatenate(self.rows), np.concatenate(self.positions)
-        kept_rows = ~np.isin(row, list(without))
+        names = [field_.name for field_ in fields(EntryColumns)]
+        of = EntryColumns(*(np.concatenate([getattr(part, name) for part in self.parts]) for name in names))
+        kept_rows = ~np.isin(of.row, list(without))
         for ended, end in self.ends.items():
-            kept_rows &= (row != ended) | (position < end)
-        order = np.argsort(row, kind="stable")
+            kept_rows &= (of.row != ended) | (of.position < end)
+        order = np.argsort(of.row, kind="stable")
         order = order[kept_rows[order]]
-        top_ids = [ids for part in self.scores for ids in part.top_ids]
-        top_scores = [values for part in self.scores for values in part.top_scores]
-        listed_ranks = [ranks for part in self.scores for ranks in part.listed_ranks]
-        listed_scores = [values for part in self.scores for values in part.listed_scores]
-        kept = order.tolist()
+        top, listed = _places(of.num_top, order), _places(of.num_listed, order)
         return ScoreColumns(
-            row=row[order].tolist(),
-            position=position[order].tolist(),
-            chosen=np.concatenate([part.chosen for part in self.scores])[order].tolist(),
-            rank=np.concatenate([part.rank for part in self.scores])[order].tolist(),
-            num_top=[len(top_ids[entry]) for entry in kept],
-            num_listed=[len(listed_ranks[entry]) for entry in kept],
-            listed_ranks=b"".join(listed_ranks[entry].astype("<i4").tobytes() for entry in kept),
-            listed_scores=b"".join(listed_scores[entry].astype("<f4").tobytes() for entry in kept),
-            top_ids=b"".join(top_ids[entry].astype("<i4").tobytes() for entry in kept),
-            top_scores=b"".join(top_scores[entry].astype("<f4").tobytes() for entry in kept),
+            row=of.row[order].tolist(),
+            position=of.position[order].tolist(),
+            chosen=of.chosen[order].tolist(),
+            rank=of.rank[order].tolist(),
+            num_top=of.num_top[order].tolist(),
+            top_ids=of.top_ids[top].astype("<i4").tobytes(),
+            top_scores=of.top_scores[top].astype("<f4").tobytes(),
+            num_listed=of.num_listed[order].tolist(),
+            listed_ranks=of.listed_ranks[listed].astype("<i4").tobytes(),
+            listed_scores=of.listed_scores[listed].astype("<f4").tobytes(),
         )
+
+
+def _places(counts: Ints, order: Ints) -> Ints:
+    """Where, in a flat column of so many an entry, those of some entries stand."""
+    first, taken = np.cumsum(counts) - counts, counts[order]
+    found: Ints = np.repeat(first[order] - (np.cumsum(taken) - taken), taken) + np.arange(taken.sum())
+    return found

@@ -14,56 +14,57 @@ from torch import Tensor
 
 from perdure.api.ending import BAD_LOGITS, Failure
 from perdure.models.base import Model
-from perdure.ops.sampling import NO_LIST, Scores
 from perdure.ops.triton.adjust import unadjusted
 from perdure.ops.triton.scores import Entries, View, best_ids, score
 from perdure.runner.cuda.pages import to_device
 from perdure.runner.inputs import Ints, Targets
-from perdure.runner.sampler import TARGET_SLICE, ScoreEntries
-
-NO_SCORES: np.ndarray = np.empty(0, np.float32)
+from perdure.runner.sampler import TARGET_SLICE, EntryColumns, ScoreEntries
 
 
 @dataclass(frozen=True, slots=True)
 class PendingScores:
-    """Of m entries; the tensors are the host's, and valid once the step's event has come. rows are the plan's. scores,
-    ranks [m, 1 + most]: of the token, then of each one's num_listed ids."""
+    """Of m entries. rows are the plan's. numbers (int32, the host's, valid once the step's event has come) are rows of
+    scores and ranks [m, 1 + most] of the token and of each one's num_listed ids, whether logits are unusable [m, 1],
+    and the num_best best ids and their scores; scores are the bits of fp32."""
 
     rows: Ints
     positions: Ints
     num_top: Ints
     num_listed: Ints
-    scores: Tensor
-    ranks: Tensor
-    bad: Tensor
-    top_ids: Tensor | None
-    top_scores: Tensor | None
+    num_best: int
+    numbers: Tensor
 
     def add_to(self, entries: ScoreEntries, errors: dict[int, Failure]) -> None:
         """As entries; the rows of unusable logits get an error instead."""
-        bad = self.bad.numpy()
-        entries.end(self.rows[bad], self.positions[bad])
-        errors.update((row, BAD_LOGITS) for row in self.rows[bad].tolist() if row not in errors)
+        numbers, count = self.numbers.numpy(), self.num_best
+        width = (numbers.shape[1] - 1) // 2 - count
+        bad, rows, positions = numbers[:, 2 * width] != 0, self.rows, self.positions
+        if bad.any():
+            entries.end(rows[bad], positions[bad])
+            errors.update((row, BAD_LOGITS) for row in rows[bad].tolist() if row not in errors)
         good = np.flatnonzero(~bad)
-        values, ranks = self.scores.numpy()[good], self.ranks.numpy()[good]
-        listed, top = self.num_listed[good], self.num_top[good]
-        ids, best = [NO_LIST] * len(good), [NO_SCORES] * len(good)
-        if self.top_ids is not None and self.top_scores is not None:
-            ids, best = _cut(self.top_ids.numpy()[good], top), _cut(self.top_scores.numpy()[good], top)
-        scores = Scores(
+        numbers, listed, top = numbers[good], self.num_listed[good], np.clip(self.num_top[good], 0, count)
+        values, ranks = numbers[:, :width].view(np.float32), numbers[:, width : 2 * width]
+        best = numbers[:, 2 * width + 1 :]
+        part = EntryColumns(
+            row=rows[good],
+            position=positions[good],
             chosen=values[:, 0],
             rank=ranks[:, 0],
-            top_ids=ids,
-            top_scores=best,
+            num_top=top,
+            top_ids=_cut(best[:, :count], top),
+            top_scores=_cut(best[:, count:], top).view(np.float32),
+            num_listed=listed,
             listed_ranks=_cut(ranks[:, 1:], listed),
             listed_scores=_cut(values[:, 1:], listed),
         )
-        entries.add(self.rows[good], self.positions[good], scores)
+        entries.add(part)
 
 
-def _cut(rows: np.ndarray, counts: Ints) -> list[np.ndarray]:
-    """As much of each row as its count says."""
-    return [row[:count] for row, count in zip(rows, counts.tolist(), strict=True)]
+def _cut(rows: np.ndarray, counts: Ints) -> np.ndarray:
+    """As much of each row as its count says, flat."""
+    flat: np.ndarray = rows[np.arange(rows.shape[1]) < counts[:, None]]
+    return flat
 
 
 def pending(
@@ -71,21 +72,12 @@ def pending(
 ) -> PendingScores:  # fmt: skip
     """Scores of the view's entries at ids [m, 1 + most] (int32, on the device), and of the num_top best of each."""
     found = score(view, ids)
-    most = min(int(num_top.max(initial=0)), view.of.logits.shape[1])
-    best = values = None
-    if most > 0:
-        best, values = map(to_host, best_ids(view, most, found.normaliser))
-    return PendingScores(
-        rows=rows,
-        positions=positions,
-        num_top=num_top,
-        num_listed=num_listed,
-        scores=to_host(found.scores),
-        ranks=to_host(found.ranks),
-        bad=to_host(found.is_bad),
-        top_ids=best,
-        top_scores=values,
-    )
+    count = min(int(num_top.max(initial=0)), view.of.logits.shape[1])
+    parts = [found.scores.view(torch.int32), found.ranks, found.is_bad.int()[:, None]]
+    if count > 0:
+        best, values = best_ids(view, count, found.normaliser)
+        parts += [best, values.view(torch.int32)]
+    return PendingScores(rows, positions, num_top, num_listed, count, to_host(torch.cat(parts, 1)))
 
 
 def score_targets(model: Model, hidden: Tensor, targets: Targets, num_top: Ints) -> list[PendingScores]:
