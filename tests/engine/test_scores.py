@@ -51,8 +51,8 @@ class Watched:
         self.logits_seen: list[NDArray[np.float32]] = []
         runner._sampler._model = self
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return self._model.forward(token_ids, positions, attend)
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None) -> Tensor:
+        return self._model.forward(token_ids, positions, attend, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         found = self._model.logits(hidden)

@@ -13,7 +13,7 @@ import torch
 
 from perdure.models.tiny import FAMILIES, make_tiny
 from perdure.models.weights import load_model
-from tests.models.helpers import change_weights, clear_best, greedy, logits_in_chunks, write_gguf
+from tests.models.helpers import DenseAttend, change_weights, clear_best, greedy, logits_in_chunks, write_gguf
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 CASES = {family: (family, {}) for family in FAMILIES} | {
@@ -125,3 +125,16 @@ def test_a_gguf_gives_the_ids_of_its_directory(tmp_path, name, type_name):
     expected, actual = load_model(directory).model, load_model(path).model
     assert actual.config.attention == expected.config.attention
     assert greedy(actual, PROMPT, 64) == greedy(expected, PROMPT, 64)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_that_are_wanted_are_what_they_are_among_all(tmp_path, case):
+    """The last layer computes of others what those wanted see of them."""
+    family, changes = CASES[case]
+    model = load_model(make_tiny(family, tmp_path, **changes)).model
+    ids, positions = torch.arange(3, 43), torch.arange(40)
+    wanted = torch.tensor([7, 8, 39])
+    with torch.inference_mode():
+        whole = model.forward(ids, positions, DenseAttend(model.config.attention))
+        few = model.forward(ids, positions, DenseAttend(model.config.attention), wanted)
+    assert torch.equal(few, whole[wanted])

@@ -177,9 +177,9 @@ class NaNModel:
     def __init__(self, model, poison):
         self.config, self._model, self._poison = model.config, model, poison
 
-    def forward(self, token_ids, positions, attend):
-        hidden = self._model.forward(token_ids, positions, attend)
-        hidden[token_ids == self._poison] = torch.nan
+    def forward(self, token_ids, positions, attend, rows):
+        hidden = self._model.forward(token_ids, positions, attend, rows)
+        hidden[(token_ids if rows is None else token_ids[rows]) == self._poison] = torch.nan
         return hidden
 
     def logits(self, hidden):

@@ -127,8 +127,12 @@ class Model(Protocol):
 
     config: ModelConfig
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [N, H] after the final norm, ready for the head. token_ids and positions are int64 [N]."""
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """Hidden states [N, H] after the final norm, ready for the head. token_ids and positions are int64 [N].
+
+        rows: int64 [n], those whose hidden states are wanted, [n, H] then; None = all. Of the others the last layer
+        computes keys and values alone.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from perdure.models.layers import (
     embedding_and_head,
     norm_of_heads,
     norm_once,
+    through,
 )
 from perdure.models.tables import attention_parts, biased_linears, decoder_table, mlp_parts, norm_part
 from perdure.ops.activation import soft_cap_
@@ -63,9 +64,10 @@ class Gemma3Layer:
         self._mlp = GatedMLP(weights, name, kernels, kernels.gelu_tanh_mul)
         self._mlp_end_norm = norm_once(weights, f"{name}.mlp_end_norm", eps, kernels, added=1.0)
 
-    def __call__(self, stream: Stream, turn: Turn, attend: Attend) -> Stream:
+    def __call__(self, stream: Stream, turn: Turn, attend: Attend, rows: Tensor | None = None) -> Stream:
         x = stream.total()
-        x = x + self._attention_end_norm(self._attention(self._attention_norm(x), turn, attend))
+        mixed = self._attention_end_norm(self._attention(self._attention_norm(x), turn, attend, rows))
+        x = (x if rows is None else x[rows]) + mixed
         return Stream(x, self._mlp_end_norm(self._mlp(self._mlp_norm(x))))
 
 
@@ -89,11 +91,11 @@ class Gemma3Model:
         self._rotary = [rotary_table(inverse.to(device), length) for inverse in (of_global, of_local)]
         self._rotate, self._rotations = kernels.rotate, kernels.rotations
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         stream = Stream(self._embedding(token_ids) * self._embedding_scale)
         turns = [Turn(*self._rotations(table, positions, stream.x.dtype), self._rotate) for table in self._rotary]
-        for layer, is_local in zip(self._layers, self._is_local, strict=True):
-            stream = layer(stream, turns[is_local], attend)
+        layers = [(layer, turns[is_local]) for layer, is_local in zip(self._layers, self._is_local, strict=True)]
+        stream = through(layers, stream, attend, rows)
         return self._norm(stream.total())
 
     def logits(self, hidden: Tensor) -> Tensor:

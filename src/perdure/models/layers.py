@@ -9,8 +9,9 @@ Shapes: N rows, H = hidden_size, Hq query heads, Hkv key/value heads, D = head_d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +24,20 @@ from perdure.ops.residual import ReadProduct, Stream
 RowFunction = Callable[[Tensor], Tensor]
 """A function of rows, each row by itself."""
 
-Layer = Callable[[Stream, Turn, Attend], Stream]
-"""One layer of a decoder: the residual stream [N, H] in, and out."""
+
+class Layer(Protocol):
+    """One layer of a decoder: the residual stream [N, H] in, and out. rows: those of it that are wanted, [n, H] then;
+    all take part as keys and values."""
+
+    def __call__(self, stream: Stream, turn: Turn, attend: Attend, rows: Tensor | None = None) -> Stream: ...
+
+
+def through(layers: Iterable[tuple[Layer, Turn]], stream: Stream, attend: Attend, rows: Tensor | None) -> Stream:
+    """A stream through layers, each with its turn; of the last one only the rows that are wanted."""
+    *others, (last, turn) = layers
+    for layer, its_turn in others:
+        stream = layer(stream, its_turn, attend)
+    return last(stream, turn, attend, rows)
 
 
 def linear(weights: Weights, name: str, kernels: Kernels) -> Product:
@@ -127,8 +140,9 @@ class RotaryAttention:
         self._qkv = linear(weights, f"{name}.qkv", kernels)
         self._output = linear(weights, f"{name}.o", kernels)
 
-    def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
-        return self._output(self._heads(self._qkv(x), turn, attend))
+    def __call__(self, x: Tensor, turn: Turn, attend: Attend, rows: Tensor | None) -> Tensor:
+        mixed = self._heads(self._qkv(x), turn, attend)
+        return self._output(mixed if rows is None else mixed[rows])
 
 
 class GatedMLP:

@@ -18,7 +18,7 @@ from functools import partial
 from torch import Tensor
 
 from perdure.models.base import Attend, Family, HeadNorm, ModelConfig, Parts, Turn, Weights
-from perdure.models.layers import Layer, RotaryHeads, as_tensor, embedding_and_head, linear, reading
+from perdure.models.layers import Layer, RotaryHeads, as_tensor, embedding_and_head, linear, reading, through
 from perdure.models.tables import attention_parts, biased_linears, decoder_table, mlp_parts, norm_part
 from perdure.ops.kernels import Kernels
 from perdure.ops.residual import Stream
@@ -43,9 +43,12 @@ class LlamaLayer:
         self._gate_up = reading(weights, f"{name}.mlp_norm", f"{name}.gate_up", config, kernels, gated=True)
         self._down = kernels.writing(linear(weights, f"{name}.down", kernels))
 
-    def __call__(self, stream: Stream, turn: Turn, attend: Attend) -> Stream:
+    def __call__(self, stream: Stream, turn: Turn, attend: Attend, rows: Tensor | None = None) -> Stream:
         stream, qkv = self._qkv(stream)
-        stream = self._output(stream, self._heads(qkv, turn, attend))
+        mixed = self._heads(qkv, turn, attend)
+        if rows is not None:
+            stream, mixed = stream.rows(rows), mixed[rows]
+        stream = self._output(stream, mixed)
         stream, inner = self._gate_up(stream)
         return self._down(stream, inner)
 
@@ -69,11 +72,10 @@ class LlamaModel:
         self._rotary = rotary_table(inverse.to(device), config.max_position_embeddings)
         self._rotate, self._rotations = kernels.rotate, kernels.rotations
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         stream = Stream(self._embedding(token_ids))
         turn = Turn(*self._rotations(self._rotary, positions, stream.x.dtype), self._rotate)
-        for layer in self._layers:
-            stream = layer(stream, turn, attend)
+        stream = through([(layer, turn) for layer in self._layers], stream, attend, rows)
         return self._norm(stream)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:

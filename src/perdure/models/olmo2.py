@@ -29,9 +29,10 @@ class Olmo2Layer:
         self._mlp = GatedMLP(weights, name, kernels, kernels.silu_mul)
         self._mlp_norm = norm_once(weights, f"{name}.mlp_norm", eps, kernels)
 
-    def __call__(self, stream: Stream, turn: Turn, attend: Attend) -> Stream:
+    def __call__(self, stream: Stream, turn: Turn, attend: Attend, rows: Tensor | None = None) -> Stream:
         x = stream.total()
-        x = x + self._attention_norm(self._attention(x, turn, attend))
+        mixed = self._attention_norm(self._attention(x, turn, attend, rows))
+        x = (x if rows is None else x[rows]) + mixed
         return Stream(x, self._mlp_norm(self._mlp(x)))
 
     def _normalise(self, qk: Tensor) -> Tensor:

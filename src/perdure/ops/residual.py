@@ -25,6 +25,10 @@ class Stream:
     x: Tensor
     more: Tensor | None = None
 
+    def rows(self, index: Tensor) -> Stream:
+        """These rows of it."""
+        return Stream(self.x[index], None if self.more is None else self.more[index])
+
     def total(self) -> Tensor:
         return self.x if self.more is None else self.x + self.more
 

@@ -53,6 +53,19 @@ class PackedStep:
         ids, positions = (np.concatenate([column, zeros]) for column in (self.token_ids, self.positions))
         return replace(self, token_ids=ids, positions=positions)
 
+    def narrowed(self, tile: int = 1) -> tuple[PackedStep, Ints | None]:
+        """The step for who computes hidden states of those packed rows alone that something is read of, and these [W],
+        a multiple of tile (the last repeated); None: of all, where that leaves out too little."""
+        targets = self.targets
+        read = np.unique(np.concatenate([self.sampled_hidden, targets.hidden_row]))
+        if not len(read):
+            read = self.offsets[-1:] - 1
+        wanted = np.concatenate([read, np.repeat(read[-1:], -len(read) % tile)])
+        if 2 * len(wanted) > len(self.token_ids):
+            return self, None
+        sampled_hidden, hidden_row = (np.searchsorted(read, rows) for rows in (self.sampled_hidden, targets.hidden_row))
+        return replace(self, sampled_hidden=sampled_hidden, targets=replace(targets, hidden_row=hidden_row)), wanted
+
     def attention(self, rows: RowStore, page_size: int) -> AttentionRows:
         """The rows as attention on the host takes them, with the pages they use."""
         num_pages = -(-int(self.ends.max(initial=0)) // page_size)

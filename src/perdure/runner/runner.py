@@ -186,7 +186,13 @@ class Runner:
             return planned[self._kinds[layer]].run(q.float(), cache).to(q.dtype)
 
         self._masks.begin(self._rows.adjustments.wanted_masks(step.slots[step.sampled]))
-        hidden = self._model.forward(torch.from_numpy(step.token_ids), torch.from_numpy(step.positions), attend)
+        step, wanted = step.narrowed(self._row_tile)
+        hidden = self._model.forward(
+            torch.from_numpy(step.token_ids),
+            torch.from_numpy(step.positions),
+            attend,
+            None if wanted is None else torch.from_numpy(wanted),
+        )
 
         errors: dict[int, Failure] = {}
         prompt_scores = self._sampler.score_targets(hidden, step.targets, step.slots, errors)

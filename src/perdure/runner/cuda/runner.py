@@ -237,7 +237,7 @@ class CudaRunner:
         launched = Launched(plan.step, plan.request, rows, step.slots[rows], step.slots, masked=rows[parts.masked])
         staged = self._staging.take()
         try:
-            hidden = self._compute(step, parts, staged, launched)
+            hidden, step = self._compute(step, parts, staged, launched)
             launched.prompt_scores, launched.prompt_entries = self._score_targets(hidden, step, launched.errors)
             staged.send(self._sampler.results[None], len(parts.on_device))
             if len(parts.on_host):
@@ -279,8 +279,11 @@ class CudaRunner:
         self._kv.clear(plan.fresh_pages)
         self._kv.copy(plan.copy_from, plan.copy_to, plan.copy_length)
 
-    def _compute(self, step: PackedStep, parts: Parts, staged: StagedStep, launched: Launched) -> Tensor:
-        """Hidden states of the step's tokens; tokens and scores of rows that the device samples are on their way."""
+    def _compute(
+        self, step: PackedStep, parts: Parts, staged: StagedStep, launched: Launched
+    ) -> tuple[Tensor, PackedStep]:
+        """Hidden states, and the step as they are of it (`narrowed`); tokens and scores of rows that the device samples
+        are on their way."""
         lengths = np.diff(step.offsets)
         ones, prompts = np.flatnonzero(lengths == 1), np.flatnonzero(lengths > 1)
         ones = longest_first(step, ones)
@@ -290,6 +293,9 @@ class CudaRunner:
             prompts = np.concatenate([prompts, ones[shape.num_decodes :]])
             ones = ones[: shape.num_decodes]
         blocks = blocks_of(step, prompts, self._block_size)
+        wanted = None
+        if shape is None:
+            step, wanted = step.narrowed()
         count = len(parts.on_device)
         size = StepSize(num_tokens, len(ones), len(blocks), count) if shape is None else self._size_of(shape)
         columns = StepColumns.on_host(staged.words[: size.num_words], size)
@@ -297,9 +303,9 @@ class CudaRunner:
         columns.fill(step, ones, blocks, parts.on_device)
         self._sampler.fill(columns.samples, step, parts)
         staged.copy_to(self._words[: size.num_words])
-        outputs = self._compute_words(size, shape, lambda: step)
+        outputs = self._compute_words(size, shape, lambda: step, wanted)
         if not count:
-            return outputs[0]
+            return outputs[0], step
         hidden, (drawn, kept) = outputs[0], of_outputs(outputs[1:])
         after = None
         if len(parts.masked):
@@ -307,14 +313,17 @@ class CudaRunner:
         if self._sampler.any_scores(step, parts):
             settings = StepColumns.on_device(self._words[: size.num_words], size).samples.settings()
             launched.scores = self._sampler.scores(step, parts, (drawn, kept, settings), after)
-        return hidden
+        return hidden, step
 
-    def _compute_words(self, size: StepSize, shape: Shape | None, step: Callable[[], PackedStep]) -> tuple[Tensor, ...]:
+    def _compute_words(
+        self, size: StepSize, shape: Shape | None, step: Callable[[], PackedStep], wanted: Ints | None = None
+    ) -> tuple[Tensor, ...]:
         """The step whose numbers are in place, by its graph if it has one."""
         if shape is not None and self.graphs is not None:
             return self.graphs.replay(shape)
         self._plan_attention(step)
-        return self._compute_size(size)
+        rows = None if wanted is None else to_device(wanted.tolist(), torch.int64, self._device)
+        return self._compute_size(size, rows)
 
     def _plan_attention(self, step: Callable[[], PackedStep]) -> None:
         if planned := [form for form in self._forms.values() if form.is_planned]:
@@ -330,9 +339,9 @@ class CudaRunner:
     def _compute_shape(self, shape: Shape) -> tuple[Tensor, ...]:
         return self._compute_size(self._size_of(shape))
 
-    def _compute_size(self, size: StepSize) -> tuple[Tensor, ...]:
-        """The step whose numbers lie in `self._words`: hidden states, then what was drawn from. Waits for nothing and
-        looks at no value."""
+    def _compute_size(self, size: StepSize, wanted: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The step whose numbers lie in `self._words`: hidden states (wanted: of these rows), then what was drawn from.
+        Waits for nothing and looks at no value."""
         step = StepColumns.on_device(self._words[: size.num_words], size)
         rows = PagedRows(self._table, step.index, step.slots, step.at, step.blocks)
 
@@ -352,7 +361,7 @@ class CudaRunner:
         tokens = step.tokens
         sampled_last = self._sampler.last_token[(~tokens).clamp_(min=0)]
         ids = torch.where(tokens >= 0, tokens, sampled_last).long()
-        hidden = self._model.forward(ids, step.positions.long(), attend)
+        hidden = self._model.forward(ids, step.positions.long(), attend, wanted)
         if not size.samples:
             return (hidden,)
         x, kept = self._sampler.draw(self._model.logits(hidden[step.hidden]), step.samples.settings())
