@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -119,19 +119,40 @@ def test_what_fails_behind_a_stop_does_not_show() -> None:
         assert (record.finish_reason, record.token_ids) == (reason, token_ids[:2])
 
 
+class Asked(NamedTuple):
+    """Requests that go on for so long."""
+
+    is_closed: bool
+    steps: int = 100
+
+    def likely_steps(self) -> int:
+        return self.steps
+
+
 def test_pace_allows_what_fits_the_time() -> None:
     bench = begun([1, 2, 3])
     plan = next_plan(bench)
     pace = Pace(200)
-    assert pace.most_steps(is_closed=True) == 1  # nothing was measured
+    assert pace.most_steps(Asked(is_closed=True)) == 1  # nothing was measured
     pace.took(plan, 16 * 0.025)
-    assert pace.most_steps(is_closed=True) == 8 and pace.most_steps(is_closed=False) == 1
+    assert pace.most_steps(Asked(is_closed=True)) == 8 and pace.most_steps(Asked(is_closed=False)) == 1
     for _ in range(40):
         pace.took(plan, 16 * 0.002)
-    assert pace.most_steps(is_closed=True) == MOST_STEPS and pace.most_steps(is_closed=False) in (4, 5)
+    assert pace.most_steps(Asked(is_closed=True)) == MOST_STEPS and pace.most_steps(Asked(is_closed=False)) in (4, 5)
+    assert pace.most_steps(Asked(is_closed=True, steps=3)) == 3 and pace.most_steps(Asked(is_closed=True, steps=0)) == 1
     off = Pace(0)
     off.took(plan, 0.001)
-    assert off.most_steps(is_closed=True) == 1
+    assert off.most_steps(Asked(is_closed=True)) == 1
+
+
+def test_who_may_stop_at_any_token_is_not_taken_to_go_on_for_long() -> None:
+    bench = begun([1, 2, 3], stop_token_sequences=[[9, 9, 9, 9]])
+    assert bench.scheduler.likely_steps() == 0
+    next_plan(bench), next_plan(bench)
+    assert bench.scheduler.likely_steps() == 33 // 16
+    bench.submit("to its end", [4, 5], max_tokens=20, ignore_eos=True)
+    bench.step()
+    assert bench.scheduler.likely_steps() == 19
 
 
 def test_a_closed_call_is_one_while_nobody_else_is_there() -> None:

@@ -37,7 +37,7 @@ class Fixed(Pace):
         super().__init__()
         self._num_steps = num_steps
 
-    def most_steps(self, is_closed: bool) -> int:
+    def most_steps(self, requests: object) -> int:
         return self._num_steps
 
 

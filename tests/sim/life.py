@@ -70,7 +70,7 @@ class RandomPace(Pace):
         super().__init__()
         self._rng = rng
 
-    def most_steps(self, is_closed: bool) -> int:
+    def most_steps(self, requests: object) -> int:
         return self._rng.choice((1, 2, 3, 4, 8, 16))
 
 

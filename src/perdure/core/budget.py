@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from perdure.core.state import RequestState
+
 IN_VAIN = 8
 """A burst is shorter where more than one part in so many of its rows' steps would be of rows that have ended."""
+
+SOON_OVER = 16
+"""One that may stop at any token is taken to go on for one part in so many of what it has."""
 
 
 def num_pages_for(num_positions: int, page_size: int) -> int:
@@ -28,3 +33,9 @@ def burst(
             return lengths, pages
         num_steps //= 2
     return [1] * len(left), [0] * len(left)
+
+
+def likely_steps(state: RequestState) -> int:
+    """How many more the request will take part in."""
+    left = state.last_position - state.num_planned
+    return min(left, state.num_output // SOON_OVER) if state.stops.can_stop else left

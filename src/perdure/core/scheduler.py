@@ -18,7 +18,7 @@ from perdure.api.event import Event
 from perdure.api.output import Stats
 from perdure.api.plan import DeviceRow, StepOutput, StepPlan
 from perdure.api.request import Request, RequestId
-from perdure.core import checkpoint
+from perdure.core import budget, checkpoint
 from perdure.core.admission import admit
 from perdure.core.committing import Committing
 from perdure.core.control import Control
@@ -193,6 +193,10 @@ class Scheduler:
     def is_closed(self) -> bool:
         """Whether everybody who waits here misses no token before the end."""
         return not self.requests.num_open
+
+    def likely_steps(self) -> int:
+        """How many steps somebody will go on for, as far as is known or likely."""
+        return max((budget.likely_steps(state) for state in self.requests.residents), default=0)
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Event]:
         """Take over what a step gave; returns what is to be told."""

@@ -116,6 +116,11 @@ class StopRule:
         """Output tokens that were turned into text, or could not be: the last of them, where that failed."""
 
     @property
+    def can_stop(self) -> bool:
+        """Whether anything but its budget may end it."""
+        return bool(self.reasons or self.sequences) or self.strings is not None
+
+    @property
     def masked_ids(self) -> tuple[int, ...]:
         """Ids that cannot be sampled before min_tokens."""
         return tuple(self.reasons) if self.min_tokens else ()

@@ -181,7 +181,7 @@ class Loop:
 
     def _launch(self) -> None:
         while len(self._in_flight) < self.steps_in_flight:
-            plan = self.scheduler.plan(self.pace.most_steps(self.scheduler.is_closed))
+            plan = self.scheduler.plan(self.pace.most_steps(self.scheduler))
             now = self._clock()
             self._record(Journal.launched, plan, now)
             self._tell(self.scheduler.told(), now)

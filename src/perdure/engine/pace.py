@@ -1,14 +1,26 @@
 """How many steps a burst may have: what fits the time it may last, by how long steps of decoding took lately.
 
-Whoever comes meanwhile, to submit or to abort, waits for its end. So it is short where anybody may want a token soon.
+- Whoever comes meanwhile, to submit or to abort, waits for its end. So it is short where anybody may want a token soon.
+- Nor is it longer than somebody is likely to go on: whoever waits for the last token of a call waits for its burst.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 from perdure.api.plan import MOST_STEPS, StepPlan
 
 SERVING_MS = 10
 """How long a burst lasts at most where not every request is of a closed call."""
+
+
+class Requests(Protocol):
+    """What is asked about all that runs; `core.Scheduler` is what answers."""
+
+    @property
+    def is_closed(self) -> bool: ...
+
+    def likely_steps(self) -> int: ...
 
 
 class Pace:
@@ -18,12 +30,13 @@ class Pace:
         self._max_burst_ms = max_burst_ms
         self._step_s: float | None = None
 
-    def most_steps(self, is_closed: bool) -> int:
-        """Of the next burst, if there can be one; 1 until a step was measured. is_closed: of every live request."""
+    def most_steps(self, requests: Requests) -> int:
+        """Of the next burst, if there can be one; 1 until a step was measured."""
         if not self._max_burst_ms or self._step_s is None:
             return 1
-        allowed = self._max_burst_ms if is_closed else min(self._max_burst_ms, SERVING_MS)
-        return int(max(1.0, min(MOST_STEPS, 1e-3 * allowed / max(self._step_s, 1e-6))))
+        allowed = self._max_burst_ms if requests.is_closed else min(self._max_burst_ms, SERVING_MS)
+        fitting = min(MOST_STEPS, int(1e-3 * allowed / max(self._step_s, 1e-6)))
+        return max(1, min(fitting, requests.likely_steps())) if fitting > 1 else 1
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """The device had this plan for so long."""
