@@ -72,7 +72,7 @@ class LiveSample:
 
 
 class Live:
-    """A request that was submitted and has not ended. number: the ticket of its submission."""
+    """A request that was submitted and has not ended. past: the checkpoint that it was submitted as."""
 
     __slots__ = (
         "admitted",
@@ -81,14 +81,16 @@ class Live:
         "is_aborted",
         "keys",
         "num_moves",
+        "past",
         "prompt_scores",
         "request",
         "samples",
         "told_at",
     )
 
-    def __init__(self, request: Request, frame: bytes, keys: list[bytes]) -> None:
+    def __init__(self, request: Request, frame: bytes, keys: list[bytes], past: Checkpoint | None) -> None:
         self.request = request
+        self.past = past
         self.frame = frame
         self.keys = keys
         self.admitted: m.Admitted | None = None
@@ -121,6 +123,19 @@ class Live:
     def num_left(self) -> int:
         """Samples that have not ended."""
         return sum(sample.record is None for sample in self.samples)
+
+    def recall(self, child: int) -> Ending | None:
+        """Let an ended sample have what its checkpoint had, if it ended before a replica told of it. Returns its end if
+        it had ended already then."""
+        if self.past is None:
+            return None
+        sample, had = self.samples[child], self.past.samples[child]
+        if len(sample.token_ids) < had.num_output:
+            sample.token_ids, sample.epochs, sample.exact = had.token_ids, list(had.epochs), had.exact
+            if had.scores is not None:
+                listed = self.request.params.logprob_token_ids
+                sample.scores = TokenScores.unpack(had.scores, had.token_ids, listed_ids=listed)
+        return had.ending
 
     def take_prompt_scores(self, scores: PackedScores | None) -> None:
         if scores is not None:
@@ -188,7 +203,7 @@ class Submissions:
     def _submit(self, command: cmd.Submit, request: Request) -> None:
         keys = page_keys(request.prompt_token_ids, self.page_size, request.cache_salt)
         wired = replace(request, request_id=0, ticket=0, prompt=None, stream=True, routed=True)
-        live = Live(request, _encode(replace(command, request=wired)), keys)
+        live = Live(request, _encode(replace(command, request=wired)), keys, command.checkpoint)
         self._live[request.ticket] = live
         if command.checkpoint is not None and command.checkpoint.num_output:
             live.take_prompt_scores(command.checkpoint.prompt_scores)
@@ -304,7 +319,8 @@ class Submissions:
             sample = live.samples[at]
             sample.grow(rest.token_ids, rest.epochs, rest.scores)
             is_last = live.num_left == 1
-            sample.record = _record(live, at, rest, with_prompt=is_last)
+            ending = live.recall(at) or rest.ending
+            sample.record = _record(live, at, rest, ending, with_prompt=is_last)
             told.append(Told(ev.Ended(number, sample.record, live.num_left), now))
         if not live.num_left:
             del self._live[number]
@@ -319,7 +335,9 @@ class Submissions:
         found = replace(_checkpoint(frames[0]), request_id=live.request.request_id, prompt=live.request.prompt)
         if found.num_output:  # then all scores came with the tokens
             samples = tuple(
-                one if own.scores is None else replace(one, scores=own.scores.cut(0, one.num_output).pack())
+                one
+                if own.scores is None or len(own.token_ids) < one.num_output  # it is as it was submitted
+                else replace(one, scores=own.scores.cut(0, one.num_output).pack())
                 for one, own in zip(found.samples, live.samples, strict=True)
             )
             prompt_scores = None if live.prompt_scores is None else live.prompt_scores.pack()
@@ -334,9 +352,9 @@ class Submissions:
         return replace(stats, paused_ids=names)
 
 
-def _record(live: Live, child: int, rest: m.Rest, with_prompt: bool) -> ev.Record:
+def _record(live: Live, child: int, rest: m.Rest, ending: Ending, with_prompt: bool) -> ev.Record:
     """All of an ended sample: what came before, and the rest."""
-    request, sample, ending = live.request, live.samples[child], rest.ending
+    request, sample = live.request, live.samples[child]
     prompt_scores = None
     if with_prompt and request.params.prompt_logprobs is not None:
         prompt_scores = live.prompt_scores or TokenScores(leading_none=True)

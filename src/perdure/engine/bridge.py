@@ -20,7 +20,7 @@ from perdure.api import command as cmd
 from perdure.api import event as ev
 from perdure.api.checkpoint import Checkpoint, Sample
 from perdure.api.ending import Ending, Failure
-from perdure.api.errors import PerdureError
+from perdure.api.errors import InvalidValue, PerdureError
 from perdure.api.event import Event
 from perdure.api.fingerprint import Fingerprint
 from perdure.api.moment import MomentKind, RequestEvent
@@ -149,7 +149,7 @@ class Bridge:
     def take(self, message: m.Message, frames: Frames) -> None:
         match message:
             case m.Submit(number, _, known):
-                self._submit(number, known, _submit(frames[0]))
+                self._submit(number, known, frames)
             case m.Abort(numbers):
                 tickets = [self._tickets[number] for number in numbers if number in self._tickets]
                 self._host.send(cmd.Abort(tickets=tickets))
@@ -194,14 +194,21 @@ class Bridge:
         else:
             self._lasts.append((m.Piece(ask, first, found[1]), [found[0]]))
 
-    def _submit(self, number: int, known: m.Known | None, wanted: cmd.Submit) -> None:
+    def _submit(self, number: int, known: m.Known | None, frames: Frames) -> None:
         ticket = self._host.ticket()
-        request = replace(wanted.request, request_id=number, ticket=ticket)
-        past = wanted.checkpoint
-        if known is not None:
-            past = going_on(request, known)
-        has_prompt_scores = past is not None and past.num_output > 0
-        self._here[ticket] = Here(number, request.params.n, known, has_prompt_scores)
+        try:
+            wanted = _submit(frames[0])
+            request = replace(wanted.request, request_id=number, ticket=ticket)
+            past = wanted.checkpoint
+            if known is not None and not (past is not None and _is_ahead(past, known)):
+                past = going_on(request, known)
+            has_prompt_scores = past is not None and past.num_output > 0
+            here = Here(number, request.params.n, known, has_prompt_scores)
+        except (IndexError, msgspec.MsgspecError, InvalidValue) as error:  # one client's nonsense ends no replica
+            failure = Failure.of(InvalidValue(f"what was submitted cannot be read: {error}"))
+            self._lasts.append((m.Refused(number, failure), ()))
+            return
+        self._here[ticket] = here
         self._tickets[number] = ticket
         self._host.send(cmd.Submit(request, past))
 
@@ -383,6 +390,12 @@ class Bridge:
 def _is_harmless(question: cmd.Command) -> bool:
     """Whether the engine is the same after it."""
     return isinstance(question, cmd.TakeCheckpoint | cmd.GetStats | cmd.PinPrefix | cmd.UnpinPrefix)
+
+
+def _is_ahead(past: Checkpoint, known: m.Known) -> bool:
+    """Whether a request was lost before all was told that it had when it was submitted: it goes on from that again."""
+    samples = [*known.samples, *[m.KnownSample()] * (len(past.samples) - len(known.samples))]
+    return any(had.num_output > len(told.token_ids) for had, told in zip(past.samples, samples, strict=False))
 
 
 def going_on(request: Request, known: m.Known) -> Checkpoint:
