@@ -25,6 +25,7 @@ SMALL = (
 ONE_HALF = "not -float16 and not [float16"  # which goes the way of bfloat16
 KERNELS = (
     "tests/cuda/test_rows.py",
+    "tests/cuda/test_few_rows.py",
     "tests/cuda/test_linear.py::test_products",
     "tests/cuda/test_float8.py::test_keys_and_values_are_rounded_as_on_a_cpu",
     "tests/cuda/test_float8.py::test_rows_are_rounded_as_on_a_cpu",
