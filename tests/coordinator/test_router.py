@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from perdure.api import command as cmd
 from perdure.api.ending import Ending, Failure
 from perdure.api.fingerprint import Fingerprint
@@ -282,6 +284,29 @@ def test_requests_after_an_order_stay_behind_it() -> None:
     bench.take(1, m.Prepared(prepare.ask))
     kinds = [type(message) for to, message, _ in bench.router.take_outgoing() if to == 1]
     assert kinds == [m.Apply, m.Submit]
+
+
+@pytest.mark.parametrize("num_replicas", [0, 1, 2])
+def test_a_pause_that_aborts_ends_what_no_replica_can_end(num_replicas: int) -> None:
+    """Of those that wait, and of one that is lost before it paused. What comes after the order stays."""
+    bench = Bench(num_replicas=num_replicas)
+    bench.submit(A, 0)
+    bench.take(B, m.Ask(0, cmd.Pause(0, "abort")))
+    bench.submit(A, 1)
+    if num_replicas == 2:
+        (prepare,) = bench.sent(2, m.Prepare)
+        bench.take(2, m.Prepared(prepare.ask))
+    if num_replicas:
+        bench.lose(1)
+    if num_replicas == 2:
+        moved, after = bench.sent(2, m.Submit)
+        assert moved.again and not after.again
+        assert bench.sent(2, m.Abort) == [m.Abort([moved.number])]
+        bench.end(2, moved.number)
+        assert bench.sent(A, m.Ended) == [m.Ended(0)]
+    else:
+        assert bench.endings(A) == [(0, "abort", None)]
+    assert len(bench.router.entries) == 1
 
 
 def test_parts_of_several_replicas_reach_a_client_as_one_message_and_never_change_places_with_others() -> None:

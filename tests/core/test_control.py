@@ -80,7 +80,7 @@ def test_a_suspension_waits_for_the_drain_and_a_resume_brings_all_back(kv: cmd.K
     desk = Desk()
     desk.requests.steps_in_flight = 2
     assert desk.give(cmd.Suspend(1, kv, "offload")) == []
-    assert not desk.control.may_plan and desk.directive() is None and "suspended" in str(desk.control.refusal)
+    assert not desk.control.may_plan and desk.directive() is None and "suspended" in str(desk.control.refusal())
     desk.requests.steps_in_flight = 0
     assert desk.directive() == Sleep(kv, "offload", [2, 5] if kv == "offload" else [])
     assert desk.perform() == [Done(1)] and desk.state is EngineState.SUSPENDED
@@ -89,7 +89,7 @@ def test_a_suspension_waits_for_the_drain_and_a_resume_brings_all_back(kv: cmd.K
     assert desk.give(cmd.Resume(4, ["weights"])) == []
     assert desk.directive() == Wake(False, True, [])
     assert desk.perform() == [Done(4)] and desk.state is EngineState.SUSPENDED
-    assert desk.give(cmd.Resume(5)) == [] and desk.control.refusal is None
+    assert desk.give(cmd.Resume(5)) == [] and desk.control.refusal() is None
     assert desk.directive() == Wake(True, False, [2, 5] if kv == "offload" else [])
     assert desk.perform() == [Done(5)] and desk.state is EngineState.RUNNING and desk.control.may_plan
 
@@ -99,7 +99,7 @@ def test_orders_wait_for_one_another() -> None:
     desk = Desk()
     desk.requests.steps_in_flight = 1
     orders = (cmd.Suspend(1), cmd.Resume(2), cmd.Pause(3), cmd.Reset(4), cmd.Resume(5))
-    assert desk.give(*orders) == [] and desk.control.refusal is None
+    assert desk.give(*orders) == [] and desk.control.refusal() is None
     desk.requests.steps_in_flight = 0
     assert desk.perform() == [Done(1)]
     assert desk.perform() == [Done(2), Done(3)] and desk.state is EngineState.PAUSED
@@ -133,7 +133,7 @@ def test_what_is_illegal_is_refused_in_its_turn() -> None:
     desk.give(cmd.Resume(6, ["weights"]))
     assert desk.perform() == [Done(6)]
     assert "update_weights() first" in refused(desk.give(cmd.Resume(7)))
-    assert "update_weights() before" in str(desk.control.refusal)
+    assert "update_weights() before" in str(desk.control.refusal())
     assert desk.give(cmd.UpdateWeights(8, 3, cache="keep", in_flight="keep")) == []
     assert desk.directive() == LoadWeights(8)
     assert desk.perform() == [Done(8)] and desk.requests.done == ["weights 3 keep keep"]
@@ -160,7 +160,7 @@ def test_a_suspension_that_fails_leaves_the_state_before_it(before: EngineState)
     desk.give(*[cmd.Pause(1)] * (before is EngineState.PAUSED))
     desk.give(cmd.Suspend(2, "offload"))
     assert desk.perform(UNCHANGED) == [Done(2, failure=UNCHANGED.failure)] and desk.state is before
-    assert desk.control.refusal is None
+    assert desk.control.refusal() is None
 
 
 @pytest.mark.parametrize("before", [EngineState.RUNNING, EngineState.PAUSED])
@@ -171,7 +171,7 @@ def test_an_update_that_fails_when_it_had_begun_suspends_until_one_succeeds(befo
     assert desk.perform(UNCHANGED) == [Done(2, failure=UNCHANGED.failure)] and desk.state is before
     desk.give(cmd.UpdateWeights(3))
     assert desk.perform(FAILED) == [Done(3, failure=FAILED.failure)]
-    assert desk.state is EngineState.SUSPENDED and "update_weights() before" in str(desk.control.refusal)
+    assert desk.state is EngineState.SUSPENDED and "update_weights() before" in str(desk.control.refusal())
     assert "not whole" in refused(desk.give(cmd.Resume(4)))
     assert desk.give(cmd.Suspend(5, "recompute")) == [Done(5)]
     assert desk.give(cmd.UpdateWeights(6, 9, has_weights=False)) == [Done(6)]
@@ -202,7 +202,7 @@ def test_a_stop_answers_every_order() -> None:
     assert [event.ticket for event in told if isinstance(event, Done) and event.failure] == [2, 3] and len(told) == 2
     desk.requests.steps_in_flight = 0
     assert desk.give() == [Done(1), Done(4)] and desk.state is EngineState.STOPPED
-    assert "stopped" in refused(desk.give(cmd.Suspend(5))) and "stopped" in str(desk.control.refusal)
+    assert "stopped" in refused(desk.give(cmd.Suspend(5))) and "stopped" in str(desk.control.refusal())
     assert desk.give(cmd.Resume(6)) == [Done(6)] and desk.state is EngineState.STOPPED
 
 
@@ -211,12 +211,12 @@ def test_a_request_behind_orders_that_bring_all_back_is_taken() -> None:
     engine. Without the update the way back will be refused, and so is the request."""
     desk = Desk()
     desk.give(cmd.Suspend(1, "offload", "drop"), cmd.Resume(2, ["weights"]), cmd.Resume(3))
-    assert desk.control.refusal is not None
+    assert desk.control.refusal() is not None
     desk = Desk()
     desk.give(cmd.Suspend(1, "offload", "drop"), cmd.Resume(2, ["weights"]))
     desk.give(cmd.UpdateWeights(3, epoch=1))
-    assert desk.control.refusal is not None, "the KV sleeps on"
+    assert desk.control.refusal() is not None, "the KV sleeps on"
     desk.give(cmd.Resume(4))
-    assert desk.control.refusal is None
+    assert desk.control.refusal() is None
     told = [event for _ in range(4) for event in desk.perform()]
     assert told == [Done(1), Done(2), Done(3), Done(4)] and desk.state is EngineState.RUNNING

@@ -185,6 +185,20 @@ def test_a_full_queue_refuses() -> None:
     assert bench.refused("c").kind == "QueueFull" and "max_num_waiting=2" in bench.refused("c").message
 
 
+def test_one_that_was_inside_elsewhere_is_refused_neither_by_the_queue_nor_by_a_suspension() -> None:
+    bench = Bench(max_num_waiting=1)
+    bench.submit("a", [1], max_tokens=1)
+    bench.apply(cmd.Suspend(1))
+    bench.apply(cmd.Submit(request("b", [2], max_tokens=1), again=True))
+    bench.submit("c", [3], max_tokens=1)
+    assert bench.refused("c").kind == "StateError"
+    assert bench.launch() is None and bench.scheduler.stats().num_waiting == 2, "it waits with those inside"
+    bench.apply(cmd.Stop(2))
+    assert bench.ended("b").finish_reason == "abort"
+    bench.apply(cmd.Submit(request("d", [4], max_tokens=1), again=True))
+    assert bench.refused("d").kind == "StateError"
+
+
 @pytest.mark.parametrize("kind", ["StepFailed", "NothingToSample", "BadLogits"])
 def test_a_failed_row_ends_its_request_only_and_publishes_nothing(kind: str) -> None:
     """Its error is the one that the device names, whatever its message says."""

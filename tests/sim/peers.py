@@ -313,6 +313,7 @@ class SimClient(Peer):
                 case ev.Refused(_, request_id, failure):
                     assert ticket not in self.ended and ticket not in self.refused, f"two ends of {ticket}"
                     assert request_id == self.requests[ticket].request_id
+                    assert not any(one == ticket for one, _ in self.parts), f"{ticket} had begun: {failure}"
                     self.refused[ticket] = failure
                 case ev.Progress(_, first, token_ids, scores, _, child):
                     listed = self.requests[ticket].params.logprob_token_ids

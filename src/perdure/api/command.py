@@ -26,10 +26,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Admit one request, or refuse it before anything of it exists.
 
     checkpoint: where it goes on; the request's prompt and settings are the checkpoint's then. None: from its prompt.
+    again: it was given to a replica that is lost, so it is no newcomer: an engine that is suspended, or whose queue is
+    full, takes it as one of those inside.
     """
 
     request: Request
     checkpoint: Checkpoint | None = None
+    again: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):

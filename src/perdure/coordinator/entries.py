@@ -208,6 +208,11 @@ class Entries:
         return self._by_client.get(client, {}).get(number)
 
     @property
+    def last(self) -> int:
+        """The serial of the last that came."""
+        return self._next - 1
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

@@ -85,11 +85,13 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=1, array_like=True):
-    """Compute a request; its frame is an `api.command.Submit`. keys: of the prompt's pages (`affinity`)."""
+    """Compute a request; its frame is an `api.command.Submit`. keys: of the prompt's pages (`affinity`). again: another
+    replica had it before."""
 
     number: int
     keys: list[bytes] = []
     known: Known | None = None
+    again: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag=2, array_like=True):

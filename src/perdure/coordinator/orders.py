@@ -42,10 +42,13 @@ NOBODY = (-1, 0)
 
 class Round:
     """One order on its way. client: None = the coordinator's own, for one that joins. told: sessions that were asked to
-    prepare it. waits: those yet to speak."""
+    prepare it. waits: those yet to speak. last: the request that came last before it."""
 
-    def __init__(self, ask: int, client: tuple[int, int] | None, order: Asked, source: str | None) -> None:
+    def __init__(
+        self, ask: int, client: tuple[int, int] | None, order: Asked, source: str | None, last: int = 0
+    ) -> None:
         self.ask = ask
+        self.last = last
         self.client = client
         self.order = order
         self.source = source
@@ -65,7 +68,8 @@ class Orders:
     and requests stand in one line. What else comes of orders is collected for the router to take.
 
     to_answer: ((client, ask), answer). to_close: replicas out of step. joined: brought
-    into line, and may serve. changed: the weights or the prefix caches of all.
+    into line, and may serve. changed: the weights or the prefix caches of all. ends_up_to: the last of the requests
+    that a pause ends, wherever they are.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Orders:
         self.to_close: list[int] = []
         self.joined: list[int] = []
         self.changed = False
+        self.ends_up_to = 0
         self.stopped = False
         self._is_stopping = False
         self._members = members
@@ -122,8 +127,9 @@ class Orders:
 
     # What comes in
 
-    def ask(self, client: int, asked: Ask) -> None:
-        one = Round(self._number(), (client, asked.ask), asked.order, asked.source)
+    def ask(self, client: int, asked: Ask, last: int) -> None:
+        """last: the number of the request that came last."""
+        one = Round(self._number(), (client, asked.ask), asked.order, asked.source, last)
         if isinstance(one.order, cmd.UnpinPrefix):  # from a client's name for the pin to ours
             one.order = cmd.UnpinPrefix(0, self._pin_of(client, one.order.pin))
         elif isinstance(one.order, cmd.PinPrefix):
@@ -283,6 +289,8 @@ class Orders:
             self._count()
         self._applied[one.ask] = one
         self.changed = self.changed or isinstance(one.order, cmd.Reset | cmd.ResetPrefixCache | cmd.UpdateWeights)
+        if isinstance(one.order, cmd.Pause) and one.order.mode == "abort":
+            self.ends_up_to = max(self.ends_up_to, one.last)
 
     def _cancel(self, one: Round) -> None:
         for replica in self._told(one):

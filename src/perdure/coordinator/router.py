@@ -172,7 +172,7 @@ class Router:
             case m.Take(ask, number, end):
                 self._take(client, ask, number, end)
             case m.Ask():
-                self.orders.ask(client, message)
+                self.orders.ask(client, message, self.entries.last)
             case m.Piece():
                 self._fetches.answered(client, message, frames)
             case m.Look(ask):
@@ -375,7 +375,8 @@ class Router:
         sessions = [replica.session for replica in serving] if entries else []
         for entry in entries:
             owner = self._chooser.choose(entry.keys, self.entries.loads(sessions), now)
-            self._send(owner, m.Submit(entry.serial, known=entry.known()), entry.frames)
+            again = entry.num_moves > 0
+            self._send(owner, m.Submit(entry.serial, known=entry.known(), again=again), entry.frames)
             replica = self.members.get(owner)
             assert replica is not None
             if entry.fingerprint != replica.about.fingerprint:
@@ -398,6 +399,9 @@ class Router:
         for session, message, frames in self._fetches.to_send:
             self._send(session, message, frames)
         self._fetches.to_send.clear()
+        if orders.ends_up_to:
+            self._abort([entry for entry in self.entries.all if entry.serial <= orders.ends_up_to])
+            orders.ends_up_to = 0
         for (client, ask), answer in orders.to_answer:
             if client in self._clients:
                 self._send(client, replace(answer, ask=ask, stats=self._as_seen_by(client, answer)))

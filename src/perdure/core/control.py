@@ -89,11 +89,13 @@ class Control:
     def may_admit(self, arrival: int) -> bool:
         return self._barrier is None or arrival < self._barrier
 
-    @property
-    def refusal(self) -> str | None:
-        """Why a request submitted now is refused: the engine will not be whole after the orders before it."""
+    def refusal(self, again: bool = False) -> str | None:
+        """Why a request submitted now is refused: the engine will not be whole after the orders before it. One that
+        comes `again` waits for that."""
         if self.state is EngineState.STOPPED:
             return "the engine is stopped: it takes no more requests"
+        if again:
+            return None
         after = self._residency.copy()
         for order, _ in self._orders:
             if isinstance(order, cmd.Suspend) and after.is_whole:

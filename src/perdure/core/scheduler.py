@@ -45,8 +45,8 @@ class Scheduler:
     def apply(self, command: cmd.Command) -> list[Event]:
         """Carry out one command; returns what is to be told."""
         match command:
-            case cmd.Submit(request, given):
-                self._submit(request, given)
+            case cmd.Submit(request, given, again):
+                self._submit(request, given, again)
             case cmd.Prepared(ticket, failure):
                 self._prepared(ticket, failure)
             case cmd.Abort(request_ids, tickets, everything):
@@ -74,10 +74,10 @@ class Scheduler:
                     self._abort([], [], everything=True)
         return self._told()
 
-    def _submit(self, request: Request, given: Checkpoint | None) -> None:
+    def _submit(self, request: Request, given: Checkpoint | None, again: bool) -> None:
         arrival = self.requests.counters.num_requests
         try:
-            self._check_may_submit(request)
+            self._check_may_submit(request, again)
             if given is None:
                 group = admit(request, arrival, self.config, self._make_cursor)
             else:
@@ -119,13 +119,13 @@ class Scheduler:
                 self.requests.note(state, "released")
             self._begin(group)
 
-    def _check_may_submit(self, request: Request) -> None:
-        if refusal := self._control.refusal:
+    def _check_may_submit(self, request: Request, again: bool) -> None:
+        if refusal := self._control.refusal(again):
             raise StateError(refusal)
         if request.request_id in self.requests.live:
             raise InvalidValue(f"request_id={request.request_id!r} is live: an id is free again when its request ended")
         limit = self.config.max_num_waiting
-        if limit is not None and self.requests.num_waiting >= limit:
+        if limit is not None and self.requests.num_waiting >= limit and not again:
             raise QueueFull(f"{self.requests.num_waiting} requests wait already, max_num_waiting={limit}")
 
     def _abort(self, request_ids: list[RequestId], tickets: list[int], everything: bool) -> None:

@@ -148,8 +148,8 @@ class Bridge:
 
     def take(self, message: m.Message, frames: Frames) -> None:
         match message:
-            case m.Submit(number, _, known):
-                self._submit(number, known, frames)
+            case m.Submit(number, _, known, again):
+                self._submit(number, known, again, frames)
             case m.Abort(numbers):
                 tickets = [self._tickets[number] for number in numbers if number in self._tickets]
                 self._host.send(cmd.Abort(tickets=tickets))
@@ -194,7 +194,7 @@ class Bridge:
         else:
             self._lasts.append((m.Piece(ask, first, found[1]), [found[0]]))
 
-    def _submit(self, number: int, known: m.Known | None, frames: Frames) -> None:
+    def _submit(self, number: int, known: m.Known | None, again: bool, frames: Frames) -> None:
         ticket = self._host.ticket()
         try:
             wanted = _submit(frames[0])
@@ -210,7 +210,7 @@ class Bridge:
             return
         self._here[ticket] = here
         self._tickets[number] = ticket
-        self._host.send(cmd.Submit(request, past))
+        self._host.send(cmd.Submit(request, past, again))
 
     def _take_checkpoint(self, ask: int, number: int, end: bool) -> None:
         if number not in self._tickets:
