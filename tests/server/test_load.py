@@ -11,7 +11,7 @@ from tests.witness import witness
 def test_no_answer_is_wrong_or_missing_under_load(tiny: Path, soak_factor: int) -> None:
     """Of the tiny model for a moment; in a soak of the default model for ten minutes, in which memory must not grow."""
     if soak_factor == 1:
-        report, state = load(str(tiny), 6.0, 200, 60, 0, "--num-pages", "1024", "--max-model-len", "256")
+        report, state = load(str(tiny), 3.5, 200, 60, 0, "--num-pages", "1024", "--max-model-len", "256")
     else:
         report, state = load(None, 60.0 * soak_factor, 200, 24)
     figures = report.figures()
