@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -16,6 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from perdure import InvalidValue, StateError
+from perdure.api.output import Replicas, ReplicaStatus
+from perdure.server import operations
 from perdure.server.tracing import Tracing
 from tests.server.conftest import Running, running
 from tests.server.started import ENDLESS, PATH
@@ -76,19 +79,35 @@ def test_nan_is_counted_and_so_are_weights(own: Running, tiny: Path, tmp_path: P
     assert counted(own, "perdure:nan_scores_total") == 1
 
 
+@pytest.mark.parametrize("how", ["refuses", "is silent"])
 def test_a_coordinator_that_is_away_makes_it_unready_and_not_dead(
-    own: Running, monkeypatch: pytest.MonkeyPatch
+    how: str, own: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A session that is over is known to be; a coordinator that was killed says nothing, and nobody waits for it."""
     before = counted(own, "vllm:generation_tokens_total")
 
     async def away() -> None:
+        if how == "is silent":
+            await asyncio.Event().wait()
         raise StateError("there is no coordinator now")
 
-    monkeypatch.setattr(own.server.front.llm, "stats", away)
+    monkeypatch.setattr(operations, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(operations, "SCRAPE_S", 0.05)
+    for asked in ("stats", "replicas"):
+        monkeypatch.setattr(own.server.front.llm, asked, away)
     ready = own.http.get("/ready")
     assert (ready.status_code, ready.json()["state"]) == (503, "no coordinator")
     assert own.http.get("/health").status_code == 200
     assert counted(own, "vllm:generation_tokens_total") == before
+
+
+def test_it_is_unready_while_no_replica_serves(own: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost() -> Replicas:
+        return Replicas([ReplicaStatus(0, "lost", 0, 1.0)], {})
+
+    monkeypatch.setattr(own.server.front.llm, "replicas", lost)
+    ready = own.http.get("/ready")
+    assert (ready.status_code, ready.json()["state"]) == (503, "no replica")
 
 
 def test_without_the_package_an_endpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from perdure import EngineDead, StateError, __version__
-from perdure.api.output import Stats
 from perdure.server.errors import HTTPError
 from perdure.server.front import Front
 from perdure.server.protocol.common import Model, Models
@@ -19,33 +18,52 @@ from perdure.server.replies import json_response
 
 PATIENCE_S = 2.0
 """How long an engine between two steps is waited for."""
+SCRAPE_S = 5.0
+"""The same where old numbers are better than none: Prometheus itself waits for 10 s."""
 
 
 async def health(front: Front, request: Request) -> Response:
     """200 unless the engine is dead; also while it ends, is paused, is busy for long or calls a coordinator again."""
-    with contextlib.suppress(StateError):
-        await _stats(front)
+    try:
+        with contextlib.suppress(StateError, TimeoutError):
+            await asyncio.wait_for(front.llm.stats(), PATIENCE_S)
+    except EngineDead as error:
+        raise _dead(error) from None
     return Response()
 
 
 async def ready(front: Front, request: Request) -> Response:
     """200 where a request that comes now would be computed."""
-    try:
-        stats = await _stats(front)
-        state = "busy" if stats is None else stats.state
-    except StateError:
-        state = "no coordinator"
-    if front.is_draining:
-        state = "draining"
+    state = "draining" if front.is_draining else await _state(front)
     is_ready = state in ("running", "busy") and front.is_warm
     return json_response(Ready(ready=is_ready, state=state), status=200 if is_ready else 503)
 
 
+async def _state(front: Front) -> str:
+    """Of the engine, and whether there is one. Raises `HTTPError` if it is dead."""
+    stats, replicas = asyncio.ensure_future(front.llm.stats()), asyncio.ensure_future(front.llm.replicas())
+    try:
+        await asyncio.wait({stats, replicas}, timeout=PATIENCE_S)
+        if not replicas.done():  # a coordinator answers at once, whatever the replicas are doing
+            return "no coordinator"
+        if not any(one.state == "serving" for one in replicas.result().replicas):
+            return "no replica"
+        return stats.result().state if stats.done() else "busy"
+    except StateError:
+        return "no coordinator"
+    except EngineDead as error:
+        raise _dead(error) from None
+    finally:
+        for asked in (stats, replicas):
+            asked.cancel()
+        await asyncio.gather(stats, replicas, return_exceptions=True)
+
+
 async def metrics(front: Front, request: Request) -> Response:
-    """Where the engine cannot be asked, its numbers are those of the time before."""
+    """Where the engine does not answer, its numbers are those of the time before."""
     stats = None
-    with contextlib.suppress(StateError):
-        stats = await front.llm.stats()
+    with contextlib.suppress(StateError, TimeoutError):
+        stats = await asyncio.wait_for(front.llm.stats(), SCRAPE_S)
     return Response(front.metrics.text(stats), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -66,11 +84,5 @@ def _model(front: Front) -> Model:
     return Model(id=front.model, created=front.created, root=front.root, max_model_len=front.max_model_len)
 
 
-async def _stats(front: Front) -> Stats | None:
-    """None: no answer yet. Raises `HTTPError` if none will come, and `StateError` while there is no coordinator."""
-    try:
-        return await asyncio.wait_for(front.llm.stats(), PATIENCE_S)
-    except TimeoutError:
-        return None
-    except EngineDead as error:
-        raise HTTPError(503, str(error), "service_unavailable_error", code="engine_dead") from None
+def _dead(error: EngineDead) -> HTTPError:
+    return HTTPError(503, str(error), "service_unavailable_error", code="engine_dead")
