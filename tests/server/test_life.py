@@ -301,4 +301,4 @@ def test_a_stream_whose_reader_went_is_written_to_no_more(caplog: pytest.LogCapt
         is_gone.set()
 
     asyncio.run(main())
-    assert len(told) < 10 and "socket.send() raised exception" not in caplog.text
+    assert len(told) < 50 and "socket.send() raised exception" not in caplog.text
