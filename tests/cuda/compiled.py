@@ -20,6 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from perdure.api.ending import BAD_LOGITS, NOTHING_LEFT
+from perdure.api.plan import StepOutput
 from perdure.models.base import Weights, joined_shape
 from perdure.models.llama import LlamaModel, parameters
 from perdure.ops.float8 import E4M3
@@ -63,7 +65,7 @@ def main() -> None:
 
 
 def launch_a_life() -> None:
-    """A prompt and a row of one query; what comes of it means nothing. Draws and scores are in float32 as ever."""
+    """A prompt and a row of one query; then draws and scores of all kinds. What comes of it means nothing."""
     rows = Driver(tiny_model())
     rows.runner.release()
     weights = {
@@ -80,6 +82,19 @@ def launch_a_life() -> None:
     rows.device.launch(rows.plan(Row(0, ids[:5], sample=False))).wait()
     rows.device.launch(rows.plan(Row(0, ids[5:], 5, sample=False))).wait()
     rows.device._kv.poison([0])
+    rows.admit(1, 6, num_prompt_logprobs=5)
+    check(rows.device.launch(rows.plan(Row(1, ids[:5], sample=False, targets=ids[1:5], target_start=1))).wait())
+    filters = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.01}
+    for slot, settings in enumerate(
+        ({"num_logprobs": 5}, {"num_logprobs": 2, "processed_logprobs": True, **filters}), 2
+    ):
+        rows.admit(slot, 6, **settings)
+        check(rows.device.launch(rows.plan(Row(slot, ids))).wait())
+
+
+def check(output: StepOutput) -> None:
+    """Nothing was computed, so logits may be unusable; but there is no error of another kind."""
+    assert all(why in (BAD_LOGITS, NOTHING_LEFT) for _, why in output.errors), output.errors
 
 
 def launch_products() -> None:

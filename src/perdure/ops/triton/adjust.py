@@ -342,9 +342,9 @@ def adjust(logits: Tensor, asked: Tensor, masks: Tensor, output_index: Tensor) -
 
 
 def unadjusted(logits: Tensor) -> Adjusted:
-    """Of rows that asked nothing."""
+    """Of rows that asked nothing: there are no values beside the logits, whatever type those have."""
     none = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    return _adjusted(logits, logits, none, none, none)
+    return _adjusted(logits, torch.empty(0, device=logits.device), none, none, none)
 
 
 def _adjusted(logits: Tensor, values: Tensor, asked: Tensor, masks: Tensor, output_index: Tensor) -> Adjusted:
