@@ -259,6 +259,30 @@ def test_a_checkpoint_goes_to_who_asked_or_says_why_not() -> None:
     assert lost.ask == 7 and lost.failure is not None and lost.failure.kind == "ReplicaLost"
 
 
+def test_a_checkpoint_of_one_that_waits_comes_when_a_replica_has_it_or_it_has_ended() -> None:
+    bench = Bench(num_replicas=0)
+    for number in range(3):
+        bench.submit(A, number)
+        bench.take(A, m.Take(10 + number, number, number == 0))
+    bench.submit(B, 0)
+    bench.take(B, m.Take(5, 0, False))
+    assert not bench.sent(A, m.Taken)
+    bench.take(A, m.Abort([2]))
+    (ended,) = bench.sent(A, m.Taken)
+    assert ended.ask == 12 and ended.failure is not None
+    bench.lose(B)
+    bench.join(1, 0)
+    serials = submitted(bench, 1)
+    asked = bench.sent(1, m.Take)
+    assert [(one.number, one.end) for one in asked] == list(zip(serials, (True, False), strict=True))
+    for one in asked:
+        bench.take(1, m.Taken(one.ask), [b"checkpoint"])
+    assert bench.sent(A, m.Taken) == [m.Taken(10), m.Taken(11)]
+    for serial in serials:
+        bench.end(1, serial)
+    bench.router.check_idle()
+
+
 def test_the_prefix_table_goes_with_the_weights_and_with_its_replica() -> None:
     keys = page_keys(range(33), 16)
     bench = Bench(policy="longest_prefix", alpha=0.0)

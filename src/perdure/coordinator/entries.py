@@ -64,6 +64,7 @@ class Entry:
         "owner",
         "samples",
         "serial",
+        "takes",
     )
 
     def __init__(self, serial: int, client: int, number: int, frames: Sequence[bytes], keys: list[bytes]) -> None:
@@ -87,6 +88,8 @@ class Entry:
         """Whether its owner has admitted it."""
         self.num_fruitless = 0
         """Owners in a row that began with it and were lost without a new token."""
+        self.takes: list[tuple[int, bool]] = []
+        """Checkpoints of it that its client asked for while it waited, and whether it ends with them."""
         self.deadline: float | None = None
         """When it has waited for a replica long enough."""
 
@@ -173,7 +176,7 @@ class Entries:
         del theirs[entry.number]
         if not theirs:
             del self._by_client[entry.client]
-        entry.client = None
+        entry.client, entry.takes = None, []
 
     def retire(self, entry: Entry) -> None:
         """The one end of an entry, on its terminal reply."""

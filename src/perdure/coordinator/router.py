@@ -31,6 +31,7 @@ from perdure.coordinator.sessions import SILENCE_S, Arrived, Happening, Lost, Op
 
 MOST_BYTES = 2**30
 """Of submitted frames that are kept."""
+NOT_LIVE = Failure.of(InvalidValue("the request is not live: it has ended, or never began"))
 MOST_FRUITLESS = 5
 """A request whose replicas were lost so often in a row, without a new token, may be what kills them: it fails."""
 
@@ -220,13 +221,21 @@ class Router:
 
     def _take(self, client: int, ask: int, number: int, end: bool) -> None:
         entry = self.entries.named(client, number)
-        if entry is None or entry.owner is None:
-            why = "is not live: it has ended, or never began" if entry is None else "waits for a replica"
-            self._send(client, m.Taken(ask, Failure.of(InvalidValue(f"the request {why}"))))
+        if entry is None:
+            self._send(client, m.Taken(ask, NOT_LIVE))
             return
-        self._takes[self._next_take] = (client, ask, entry.owner)
-        self._send(entry.owner, m.Take(self._next_take, entry.serial, end))
-        self._next_take += 1
+        entry.takes.append((ask, end))
+        if entry.owner is not None:
+            self._take_from(entry, entry.owner)
+
+    def _take_from(self, entry: Entry, owner: int) -> None:
+        """Ask for the checkpoints that were asked for, also while it waited."""
+        for ask, end in entry.takes:
+            assert entry.client is not None
+            self._takes[self._next_take] = (entry.client, ask, owner)
+            self._send(owner, m.Take(self._next_take, entry.serial, end))
+            self._next_take += 1
+        entry.takes = []
 
     # Replicas
 
@@ -360,6 +369,8 @@ class Router:
             exact = all(sample.exact for sample in entry.samples)
             rest = m.Rest(ending, seed=seed, exact=exact, num_checkpoints=entry.num_moves)
             self._send(entry.client, m.Ended(entry.number, None), [msgspec.msgpack.encode(rest)])
+            for ask, _ in entry.takes:
+                self._send(entry.client, m.Taken(ask, NOT_LIVE))
         self.entries.retire(entry)
 
     # Placing
@@ -383,6 +394,7 @@ class Router:
                 for sample in entry.samples:
                     sample.cross()
             self.entries.give(entry, owner)
+            self._take_from(entry, owner)
 
     # Orders
 
