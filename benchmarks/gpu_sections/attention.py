@@ -29,12 +29,12 @@ def attention(setup: Setup) -> Found:
             how = f"pages of {page_size}" + (", invariant" if invariant else "")
             for shape, theirs in DECODE.items():
                 rows, length, heads, kv_heads = shape
-                us = _timed(_work(shape, page_size, invariant, prompts=False))
+                us = in_graph(_work(shape, page_size, invariant, prompts=False))
                 floor = 4 * rows * length * kv_heads * HEAD_DIM / READ * 1e6
                 found[f"decode {rows} x {length}, {heads}/{kv_heads} heads, {how}"] = _figure(us, floor, theirs, 1.1)
             for shape, theirs in PROMPTS.items():
                 rows, length, heads, kv_heads = shape
-                us = _timed(_work(shape, page_size, invariant, prompts=True))
+                us = in_graph(_work(shape, page_size, invariant, prompts=True))
                 floor = 2 * rows * length**2 * heads * HEAD_DIM / PRODUCTS * 1e6
                 gate = None if invariant else theirs
                 found[f"prompts {rows} x {length}, {heads}/{kv_heads} heads, {how}"] = _figure(us, floor, gate, 1.35)
@@ -67,7 +67,7 @@ def _work(shape: tuple[int, int, int, int], page_size: int, invariant: bool, *, 
     )
 
 
-def _timed(work: Callable[[], object], count: int = 5) -> float:
+def in_graph(work: Callable[[], object], count: int = 5) -> float:
     """Microseconds, in a graph of some."""
     work()
     graph, begin, end = torch.cuda.CUDAGraph(), torch.cuda.Event(True), torch.cuda.Event(True)

@@ -3,6 +3,7 @@
 - A step of decoding: 256 prompts of 128 ids with 49 new tokens, less the same with one, shared out; median of three.
 - A function is a logits processor that does nothing: what sampling on the host costs. "masks" are those of grammars:
   bits of every row put on the device and drawn with, without the step before and the grammars themselves.
+- "draw" is that alone, of logits in bfloat16 that are not in the cache, in a graph: normal ones, with a spread of 3.
 - What a step takes of the host is said beside each, prompts' steps counted in; of the dearest, which kernels it takes.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpu_sections.attention import in_graph
 from gpu_sections.jobs import ENGINE, QWEN3_06B, HostTime, equal_job, kernels
 from gpu_sections.report import Found, Setup, close, workload
 from perdure import LLM, SamplingParams
@@ -34,6 +36,11 @@ ASKED: dict[str, dict[str, Any]] = {
     "processed scores of the 5 best": {"logprobs": 5, "logprobs_mode": "processed", "top_p": 0.95},
     "penalties and a function": {"frequency_penalty": 0.1, "logits_processors": [lambda ids, logits: logits]},
 }  # fmt: skip
+DRAWS: dict[str, dict[str, float]] = {
+    "plain": {},
+    "top_k and top_p": {"top_k": 50, "top_p": 0.95},
+    "top_p": {"top_p": 0.95},
+}
 PROFILED = ("top_k and top_p", "scores of the token", "scores of the 20 best")
 
 
@@ -56,6 +63,9 @@ def sampling(setup: Setup) -> Found:
         found[f"step, {name}"] = workload(value, "ms", less_is_better=True, **more)
     close(llm)
     found["draw, masks"] = workload(round(masks(), 3), "ms", less_is_better=True)
+    for rows in (1, 64, ROWS):
+        for name, asked in DRAWS.items():
+            found[f"draw, {rows} rows, {name}"] = workload(round(draw(rows, asked), 1), "us", less_is_better=True)
     return {"workloads": found}
 
 
@@ -66,10 +76,38 @@ def run(llm: LLM, prompts: list[list[int]], new_tokens: int, asked: dict[str, An
     return time.perf_counter() - begin
 
 
+def sample_settings(rows: int, **asked: float) -> Any:
+    """Columns on the device of so many rows at temperature 0.6."""
+    from perdure.runner.cuda.sample_columns import SampleColumns, num_sample_words
+
+    words = np.zeros(num_sample_words(rows), np.int32)
+    columns = SampleColumns.on_host(words, rows)
+    columns.pad(rows)
+    columns.temperature[:], columns.output_index[:], columns.forced[:] = 0.6, np.arange(rows), -1
+    for name, value in asked.items():
+        getattr(columns, name)[:] = value
+    return SampleColumns.on_device(torch.from_numpy(words).cuda(), rows).settings()
+
+
+def draw(rows: int, asked: dict[str, float]) -> float:
+    """Microseconds."""
+    from perdure.ops.triton.sampling import draw_tokens
+
+    size = (rows, QWEN3_06B["vocab_size"])
+    inputs = [torch.randn(size, device="cuda").mul_(3).bfloat16() for _ in range(max(2, min(16, ROWS // rows)))]
+    settings = sample_settings(rows, **asked)
+    tokens, codes, last = (torch.zeros(rows + 1, dtype=torch.int32, device="cuda") for _ in range(3))
+
+    def draw_all() -> None:
+        for logits in inputs:
+            draw_tokens(logits, settings, tokens, codes, last)
+
+    return in_graph(draw_all, 2) / len(inputs)
+
+
 def masks() -> float:
     """Milliseconds to put masks of all rows on the device and to draw with them."""
     from perdure.ops.triton.sampling import draw_tokens
-    from perdure.runner.cuda.sample_columns import SampleColumns, num_sample_words
 
     vocab_size = QWEN3_06B["vocab_size"]
     logits = torch.randn(ROWS, vocab_size, device="cuda") * 3
@@ -77,11 +115,7 @@ def masks() -> float:
         np.random.default_rng(0).integers(-(2**31), 2**31, (ROWS, vocab_size // 32)).astype(np.int32)
     )
     tokens, codes, last = (torch.zeros(ROWS + 1, dtype=torch.int32, device="cuda") for _ in range(3))
-    words = np.zeros(num_sample_words(ROWS), np.int32)
-    columns = SampleColumns.on_host(words, ROWS)
-    columns.pad(ROWS)
-    columns.temperature[:], columns.output_index[:] = 0.6, np.arange(ROWS)
-    settings = SampleColumns.on_device(torch.from_numpy(words).cuda(), ROWS).settings()
+    settings = sample_settings(ROWS)
     times = []
     for _ in range(12):
         torch.cuda.synchronize()
