@@ -11,7 +11,7 @@ import triton.language as tl
 from perdure.ops import sampling
 from perdure.ops.select import kept
 from perdure.ops.triton import filters
-from perdure.ops.triton.adjust import FINE, UNUSABLE, unadjusted
+from perdure.ops.triton.adjust import FINE, UNUSABLE, adjust, unadjusted
 from perdure.ops.triton.filters import find_kept
 from perdure.ops.triton.sampling import draw_tokens, weigh
 from perdure.ops.triton.scores import Entries, View, best_ids, score
@@ -242,7 +242,7 @@ def test_kept_ids_by_flashinfer(gpu, name):
     logits[:, 5::7] = -np.inf
     of = columns(ROWS, rng, temperature=0.7, **KEPT[name])
     placed = settings(of, gpu)
-    x = unadjusted(torch.from_numpy(logits).to(gpu))
+    x = adjust(torch.from_numpy(logits).to(gpu), placed.asked, placed.masks, placed.output_index)
     seen = (logits - logits.max(1, keepdims=True)) / of.temperature[:, None]
     counts = []
     masses = weigh(x, placed)
