@@ -203,6 +203,23 @@ def test_generate_as_trls_server_did(begun: Running, direct: LLM, prompts: Any) 
         assert named in begun.refused("/generate/", **{**body, **sent})["message"]
 
 
+def test_chat_as_trls_server_did(begun: Running, direct: LLM) -> None:
+    conversations: list[Any] = [[{"role": "user", "content": text}] for text in ("hi", "what is it?")]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    asked: dict[str, Any] = {"n": 2, "temperature": 0.7, "max_tokens": 5}
+    body = {**asked, "messages": conversations, "logprobs": 0, "generation_kwargs": {"seed": 4}}
+    for tools in (None, [tool]):
+        params = SamplingParams(**asked, seed=4, logprobs=0, return_prompt=True)
+        results = direct.chat(conversations, params, tools=tools)
+        told = begun.told("/chat/", **body, tools=tools, chat_template_kwargs={})
+        assert told["prompt_ids"] == [result.prompt_token_ids for result in results]
+        outputs = [output for result in results for output in result.outputs]
+        assert told["completion_ids"] == [output.token_ids for output in outputs]
+        assert told["logprob_token_ids"] == [[[one] for one in output.token_ids] for output in outputs]
+    assert "messages=[]" in begun.refused("/chat/", messages=[])["message"]
+    assert "messages[0].role" in begun.refused("/chat/", messages=[[{"content": "a"}]])["message"]
+
+
 def test_trls_own_client(
     begun: Running, other: dict[str, Tensor], expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,4 +243,7 @@ def test_trls_own_client(
     for found, text in ((first, expected[0]), (second, expected[1])):
         [ids] = found["completion_ids"]
         assert begun.told("/detokenize", tokens=ids)["prompt"] == text
+    if hasattr(client, "chat"):
+        [ids] = client.chat([[{"role": "user", "content": "hi"}]], max_tokens=3)["completion_ids"]
+        assert len(ids) == 3
     client.close_communicator()

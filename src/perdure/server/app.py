@@ -77,6 +77,15 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         vllm_bodies.Generated,
         works=True,
     ),
+    Endpoint(
+        "POST",
+        "/chat/",
+        trl.chat,
+        "Answer conversations, as TRL's server did.",
+        vllm_bodies.ConversationsRequest,
+        vllm_bodies.Generated,
+        works=True,
+    ),
     Endpoint("GET", "/v1/models", operations.models, "The model that is served.", gives=common.Models),
     Endpoint("GET", "/v1/models/{model:path}", operations.model, "The same by its name.", gives=common.Model),
     Endpoint(

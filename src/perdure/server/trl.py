@@ -21,10 +21,12 @@ from perdure.server.bodies import read
 from perdure.server.front import Front
 from perdure.server.protocol.control import Broadcast, Done, DtypeName, Nothing, TensorShape
 from perdure.server.protocol.vllm import (
+    ConversationsRequest,
     Generated,
     GenerateRequest,
     InitCommunicatorRequest,
     NamedTensorRequest,
+    TrlSampling,
 )
 from perdure.server.replies import error_of, json_response
 from perdure.server.scores import SCORE_OF_NOTHING
@@ -41,11 +43,28 @@ WORDS = {
 async def generate(front: Front, request: Request) -> Response:
     body = await read(request, GenerateRequest, front.config.max_body_bytes)
     request.state.words = WORDS
-    await front.announced.apply(front.llm)
     settings = _settings(body)
     asked = await prompts.of_completion(front.llm, list(body.prompts), True)
+    return await _generated(front, request, body, settings, asked)
+
+
+async def chat(front: Front, request: Request) -> Response:
+    body = await read(request, ConversationsRequest, front.config.max_body_bytes)
+    request.state.words = WORDS
+    settings = _settings(body)
+    tools, others = body.tools or None, body.chat_template_kwargs
+    asked = [await prompts.of_chat(front.llm, one, tools=tools, chat_template_kwargs=others) for one in body.messages]
+    if not asked:
+        raise InvalidValue("messages=[] holds no conversation")
+    return await _generated(front, request, body, settings, asked)
+
+
+async def _generated(
+    front: Front, request: Request, body: TrlSampling, settings: SamplingParams, asked: list[prompts.Prompt]
+) -> Response:
     if (most := body.truncate_prompt_tokens) not in (None, -1):
         asked = [one._replace(token_ids=one.token_ids[-most:] if most else []) for one in asked]
+    await front.announced.apply(front.llm)
     batch = await Batch.of(front, asked, settings, None, "generate", None)
     results = await unless_gone(request, batch.results(), batch.abort)
     outputs = [output for result in results for output in _outputs(result)]
@@ -65,7 +84,7 @@ async def generate(front: Front, request: Request) -> Response:
     return json_response(told, batch.request_id)
 
 
-def _settings(body: GenerateRequest) -> SamplingParams:
+def _settings(body: TrlSampling) -> SamplingParams:
     """generation_kwargs come last, as any of `SamplingParams`."""
     names = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens")
     given = {name: getattr(body, name) for name in names}

@@ -92,12 +92,10 @@ class NamedTensorRequest(Body, kw_only=True):
     shape: list[Size]
 
 
-class GenerateRequest(Body, kw_only=True):
-    """Of TRL's own server. truncate_prompt_tokens: of a prompt the last so many ids; -1 = all. Clients that give
-    logprobs are told lists of scores, others one score a token."""
+class TrlSampling(Body, kw_only=True):
+    """Settings as TRL's own server takes them. Clients that give logprobs are told lists of scores, others one score a
+    token. truncate_prompt_tokens: of a prompt the last so many ids; -1 = all."""
 
-    prompts: list[str | list[int]]
-    images: None = None
     n: int = 1
     repetition_penalty: float = 1.0
     temperature: float = 1.0
@@ -110,6 +108,21 @@ class GenerateRequest(Body, kw_only=True):
     guided_decoding_regex: str | None = None
     structured_outputs_regex: str | None = None
     generation_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class GenerateRequest(TrlSampling, kw_only=True):
+    """Continue these."""
+
+    prompts: list[str | list[int]]
+    images: None = None
+
+
+class ConversationsRequest(TrlSampling, kw_only=True):
+    """Several at once, with one set of tools."""
+
+    messages: list[list[dict[str, Any]]]
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class Generated(Told, kw_only=True):
