@@ -13,7 +13,7 @@ from perdure.ops.triton.few_rows import FewRowsProduct, Tile, row_product
 from tests.cuda.conftest import ON_GPU
 from tests.cuda.helpers import Random, check_close
 
-SIZES = [(12, 64), (10, 600), (6, 1536)]
+SIZES = [(100, 64), (70, 600), (12, 1536)]
 LARGE = [(6144, 4096), (4096, 14336), (1024, 3072), (1024, 2048), (576, 1536)]
 
 

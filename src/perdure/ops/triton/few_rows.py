@@ -11,6 +11,7 @@ Shapes: x [1, K], w [N, K], b [N], y [1, N]; gated w is [2 * N, K].
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,9 +23,6 @@ from torch.nn import functional
 from perdure.ops.linear import Product
 from perdure.ops.residual import ReadProduct, Stream, WriteProduct
 from perdure.ops.triton.early import early_launch
-
-PROGRAMS = 264  # that a product should have, at least: two a multiprocessor of an H200
-
 
 UNROLLED = 4  # tiles of a sum whose order of loads is the compiler's
 
@@ -134,14 +132,22 @@ class Tile(NamedTuple):
         return 256 * self.warps
 
 
-def choose_tile(num_cols: int, depth: int, gated: bool) -> Tile:
+@cache
+def _least_programs(device: torch.device) -> int:
+    """That a product should have: two a multiprocessor."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def choose_tile(num_cols: int, depth: int, gated: bool, device: torch.device) -> Tile:
     """As measured on an H200 (docs/adr): 8 to 16 loads of 16 bytes a thread on their way, and enough programs."""
+    if device.type != "cuda":  # the interpreter, which takes as long for a small tile as for a large one
+        return Tile(64, 1, 1)
     long = depth >= 8192
     warps = next((warps for warps in (8 if long else 4, 4, 2) if depth % (256 * warps) == 0), 1)
     num_tiles = triton.cdiv(depth, 256 * warps)
     lines = 8 if num_tiles == 1 else 2 if long else 4
     cols = lines // 2 if gated else lines
-    while cols > 1 and triton.cdiv(num_cols, cols) < PROGRAMS:
+    while cols > 1 and triton.cdiv(num_cols, cols) < _least_programs(device):
         cols //= 2
     return Tile(cols, min(4, num_tiles), warps)
 
@@ -162,7 +168,7 @@ def row_product(
     depth, num_cols = w.shape[1], w.shape[0] // (2 if gated else 1)
     assert x.shape == (1, depth) and w.is_contiguous(), (x.shape, w.shape, w.stride())
     y = torch.empty(1, num_cols, dtype=x.dtype, device=x.device)
-    tile = tile or choose_tile(num_cols, depth, gated)
+    tile = tile or choose_tile(num_cols, depth, gated, x.device)
     num_tiles = triton.cdiv(depth, tile.depth)
     early = early_launch(x.device)
     _row_kernel[(triton.cdiv(num_cols, tile.cols),)](
