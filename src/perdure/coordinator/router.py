@@ -63,6 +63,16 @@ class Routing(NamedTuple):
         )
 
 
+class _Take(NamedTuple):
+    """A checkpoint that a client asked for. end: whether the request ends with it. owner: who is to give it."""
+
+    client: int
+    ask: int
+    end: bool
+    entry: Entry
+    owner: int
+
+
 class Router:
     """outgoing: (session, message, frames) to send, in order; taken by `take_outgoing`. closed: sessions to end."""
 
@@ -79,8 +89,8 @@ class Router:
         self._chooser = Chooser(routing.policy, routing.alpha, routing.affinity_ttl)
         self.orders = Orders(self.members, routing.blocking_collectives, self._refusal_of_order, self._send)
         self._clients: dict[int, str] = {}
-        self._takes: dict[int, tuple[int, int, int]] = {}
-        """Checkpoints asked for: ours -> (client, its ask, owner)."""
+        self._takes: dict[int, _Take] = {}
+        """Checkpoints asked of owners."""
         self._next_take = 1
         self._fetches = Fetches()
         self._details: bytes | None = None
@@ -232,7 +242,7 @@ class Router:
         """Ask for the checkpoints that were asked for, also while it waited."""
         for ask, end in entry.takes:
             assert entry.client is not None
-            self._takes[self._next_take] = (entry.client, ask, owner)
+            self._takes[self._next_take] = _Take(entry.client, ask, end, entry, owner)
             self._send(owner, m.Take(self._next_take, entry.serial, end))
             self._next_take += 1
         entry.takes = []
@@ -260,7 +270,7 @@ class Router:
                     self._ended(entry, message)
             case m.Taken(ask, failure):
                 if (asked := self._takes.pop(ask, None)) is not None:
-                    self._send(asked[0], m.Taken(asked[1], failure), frames)
+                    self._send(asked.client, m.Taken(asked.ask, failure), frames)
             case m.Prepared():
                 self.orders.prepared(session, message)
             case m.Answer():
@@ -316,7 +326,7 @@ class Router:
         self._fetches.lost(session)
         if self._clients.pop(session, None) is not None:
             self.orders.forget_client(session)
-            for ask in [ask for ask, (client, _, _) in self._takes.items() if client == session]:
+            for ask in [ask for ask, one in self._takes.items() if one.client == session]:
                 del self._takes[ask]
             theirs = self.entries.of_client(session)
             for entry in theirs:
@@ -329,13 +339,19 @@ class Router:
         self.num_lost_replicas += 1
         self.members.lose(replica, now)
         self._chooser.table.forget(session)
-        for ask, (client, theirs_ask, owner) in list(self._takes.items()):
-            if owner == session:
-                del self._takes[ask]
-                error = ReplicaLost("the replica was lost before it gave the checkpoint: ask again")
-                self._send(client, m.Taken(theirs_ask, Failure.of(error)))
+        self._take_later(session)
         self.orders.leave(replica)
         self._go_on_elsewhere(replica, now)
+
+    def _take_later(self, owner: int) -> None:
+        """Ask for checkpoints that a lost replica did not give where their requests go on."""
+        for ours in [ours for ours, one in self._takes.items() if one.owner == owner]:
+            one = self._takes.pop(ours)
+            if one.entry.owner == owner:
+                one.entry.takes.append((one.ask, one.end))
+            else:
+                error = ReplicaLost("the request has ended, and its replica was lost before it gave the checkpoint")
+                self._send(one.client, m.Taken(one.ask, Failure.of(error)))
 
     def _go_on_elsewhere(self, replica: Replica, now: float) -> None:
         moved: list[Entry] = []
