@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from perdure import LLM, SamplingParams
-from perdure.server.stream import EventStream
+from perdure.server.stream import EventStream, event
 from tests.server.conftest import Running, running
 from tests.server.started import ENDLESS, PATH, ends, in_flight, process
 from tests.witness import witness
@@ -302,3 +303,14 @@ def test_a_stream_whose_reader_went_is_written_to_no_more(caplog: pytest.LogCapt
 
     asyncio.run(main())
     assert len(told) < 50 and "socket.send() raised exception" not in caplog.text
+
+
+def test_an_event_is_one_line_for_every_client() -> None:
+    """Some split where Unicode ends a line."""
+
+    class Said(msgspec.Struct):
+        text: str
+
+    said = Said("one\u2028two\u0085three\u2029four\n\r\x0b\x0c\x1c\x1d\x1e\u00e9")
+    (line, empty) = event(said).decode().splitlines()
+    assert not empty and msgspec.json.decode(line.removeprefix("data: "), type=Said) == said

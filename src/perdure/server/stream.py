@@ -18,13 +18,19 @@ DONE = b"data: [DONE]\n\n"
 IN_A_ROW = 4
 """So many parts are written before the event loop may find out that the connection broke by one of them: it complains
 of writes beyond the fifth."""
+LINE_ENDS = {mark.encode(): f"\\u{ord(mark):04x}".encode() for mark in "\u0085\u2028\u2029"}
+"""What JSON leaves as it is in a string, and some clients take for the end of a line."""
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def event(value: msgspec.Struct, name: str | None = None) -> bytes:
     """One event. name: its kind, where the interface gives events kinds."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + _encode(value) + b"\n\n"
+    data = _encode(value)
+    if not data.isascii():
+        for mark, escaped in LINE_ENDS.items():
+            data = data.replace(mark, escaped)
+    return head + b"data: " + data + b"\n\n"
 
 
 class EventStream(Response):
