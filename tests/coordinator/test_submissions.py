@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 import msgspec
+from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
@@ -60,7 +61,7 @@ def test_one_that_ends_before_a_replica_told_of_it_has_what_it_had() -> None:
     assert [(one.token_ids, one.finish_reason) for one in records] == [([5, 6, 7], "abort"), ([], "stop")]
     scores = records[0].scores
     assert scores is not None and list(scores.chosen) == [-1.0, -2.0, -3.0]
-    assert records[0].weight_epochs == [(0, 4)] and not records[0].exact
+    assert records[0].weight_epochs == [(0, 4)] and not records[0].exact and records[0].seed == 3
     assert not submissions.num_live
 
 
@@ -83,7 +84,20 @@ def test_one_that_is_lost_before_all_of_it_was_told_goes_on_from_its_checkpoint(
         (sent,) = host.sent
         assert isinstance(sent, cmd.Submit) and sent.checkpoint is not None
         assert sent.checkpoint.token_ids == (tokens if is_told else [5, 6, 7])
-        assert is_told or sent.checkpoint == past
+        assert sent.checkpoint.seed == 3 and sent.checkpoint.samples[1] == past.samples[1]
+        assert is_told or sent.checkpoint.samples == past.samples
+
+
+def test_each_sample_goes_on_from_the_furthest_that_is_known_of_it() -> None:
+    first = checkpoint().samples[0]
+    past = replace(checkpoint(), samples=(first, replace(first, tokens=array("i", [1, 2, 3]).tobytes())))
+    _, command = submitted(past)
+    known = m.Known(3, 9, "raw", [m.KnownSample([5, 6, 7, 8], [(0, 4)], False)], Fingerprint(), 1)
+    host = Host()
+    host.bridge.take(m.Submit(1, [], known), [msgspec.msgpack.encode(command)])
+    (sent,) = host.sent
+    assert isinstance(sent, cmd.Submit) and sent.checkpoint is not None
+    assert [sample.token_ids for sample in sent.checkpoint.samples] == [[5, 6, 7, 8], [1, 2, 3]]
 
 
 def test_what_cannot_be_read_is_refused_and_ends_no_replica() -> None:

@@ -361,7 +361,7 @@ def _record(live: Live, child: int, rest: m.Rest, ending: Ending, with_prompt: b
     return ev.Record(
         request_id=request.request_id,
         arrival=rest.arrival,
-        seed=rest.seed,
+        seed=rest.seed if live.past is None else live.past.seed,  # no replica may have admitted it yet
         prompt_token_ids=list(request.prompt_token_ids),
         token_ids=sample.token_ids,
         finish_reason=ending.reason,

@@ -200,8 +200,8 @@ class Bridge:
             wanted = _submit(frames[0])
             request = replace(wanted.request, request_id=number, ticket=ticket)
             past = wanted.checkpoint
-            if known is not None and not (past is not None and _is_ahead(past, known)):
-                past = going_on(request, known)
+            if known is not None:
+                past = _going_on_from(past, going_on(request, known))
             has_prompt_scores = past is not None and past.num_output > 0
             here = Here(number, request.params.n, known, has_prompt_scores)
         except (IndexError, msgspec.MsgspecError, InvalidValue) as error:  # one client's nonsense ends no replica
@@ -392,10 +392,19 @@ def _is_harmless(question: cmd.Command) -> bool:
     return isinstance(question, cmd.TakeCheckpoint | cmd.GetStats | cmd.PinPrefix | cmd.UnpinPrefix)
 
 
-def _is_ahead(past: Checkpoint, known: m.Known) -> bool:
-    """Whether a request was lost before all was told that it had when it was submitted: it goes on from that again."""
-    samples = [*known.samples, *[m.KnownSample()] * (len(past.samples) - len(known.samples))]
-    return any(had.num_output > len(told.token_ids) for had, told in zip(past.samples, samples, strict=False))
+def _going_on_from(past: Checkpoint | None, told: Checkpoint) -> Checkpoint:
+    """What was told, but for samples that were lost before all was told that they had when they were submitted: these
+    are again what they were then."""
+    if past is None or not past.num_output:
+        return told
+    is_same = past.fingerprint == told.fingerprint
+    samples = tuple(
+        replace(had, exact=had.exact and is_same) if had.ending or had.num_output > one.num_output else one
+        for had, one in zip(past.samples, told.samples, strict=True)
+    )
+    if all(sample.ending is not None for sample in samples):
+        return told  # who ended before has to be told of: it begins anew
+    return replace(told, samples=samples, prompt_scores=past.prompt_scores)
 
 
 def going_on(request: Request, known: m.Known) -> Checkpoint:
