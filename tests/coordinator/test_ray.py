@@ -96,22 +96,30 @@ def test_replicas_on_a_cluster_of_nodes(cluster: Any, tiny: Path, tmp_path: Path
         nodes = replicas.nodes
         assert len(set(nodes.values())) == 2, "one a node"
 
+        prompts = [prompt(12, seed=seed) for seed in range(6)]
+
         async def disturbed() -> list[RequestOutput]:
+            """Requests are there for as long as it takes until the node is gone."""
             client = await asyncio.to_thread(AsyncLLM.connect, service.endpoint)
-            params = settings(max_tokens=200, stream_interval=1)
-            handles = [client.submit(prompt(12, seed=seed), params) for seed in range(6)]
-            for handle in handles:
-                async for _ in handle:
-                    break
             lost = next(one for one in cluster.list_all_nodes() if one.node_id == nodes[0])
-            await asyncio.to_thread(cluster.remove_node, lost, allow_graceful=False)
-            results = [await handle for handle in handles]
+            results: list[RequestOutput] = []
+            removing = None
+            while removing is None or not removing.done():
+                handles = [client.submit(ids, settings(max_tokens=200, stream_interval=1)) for ids in prompts]
+                for handle in handles:
+                    async for _ in handle:
+                        break
+                if removing is None:
+                    gone = asyncio.to_thread(cluster.remove_node, lost, allow_graceful=False)
+                    removing = asyncio.create_task(gone)
+                results += [await handle for handle in handles]
             await asyncio.to_thread(client.shutdown)
             return results
 
         results = asyncio.run(disturbed())
-        for seed, result in enumerate(results):
-            check_equal(result, direct.generate([prompt(12, seed=seed)], settings(max_tokens=200))[0])
+        truths = direct.generate(prompts, settings(max_tokens=200))
+        for at, result in enumerate(results):
+            check_equal(result, truths[at % len(prompts)])
         num_moved = sum(result.metrics.num_checkpoints for result in results if result.metrics is not None)
 
         wait_until(lambda: len(members.serving) == 1, "one is lost")

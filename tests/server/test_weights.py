@@ -139,7 +139,8 @@ def test_a_group_that_does_not_come_about_is_one_line(own: Running, capfd: pytes
         ({"master_port": 9, "rank": 0}, 400, "rank=0 is the trainer's"),
     ):
         assert words in own.refused("/init_weight_group", status, **{**patience, **wrong})["message"]
-    assert capfd.readouterr().err == ""
+    said = capfd.readouterr().err.splitlines()  # what is refused may be logged, where a test before has asked for that
+    assert not [line for line in said if not line.startswith("perdure: warning: ")]
 
 
 def test_a_trainer_broadcasts(own: Running, other: Path, expected: str, tiny: Path, tmp_path: Path) -> None:
