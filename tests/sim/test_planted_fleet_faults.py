@@ -29,7 +29,7 @@ FAULTS = {
         "fresh = 0",
     ),
     "a_seed_resolved_twice": (
-        "engine/bridge.py",
+        "engine/going_on.py",
         "        seed=known.seed,",
         "        seed=known.seed + 1,",
     ),

@@ -28,6 +28,7 @@ from perdure.coordinator.link import Frames
 from perdure.coordinator.membership import STALL_S, Members, Replica
 from perdure.coordinator.orders import Orders
 from perdure.coordinator.sessions import SILENCE_S, Arrived, Happening, Lost, Opened
+from perdure.coordinator.takes import Takes
 
 MOST_BYTES = 2**30
 """Of submitted frames that are kept."""
@@ -63,16 +64,6 @@ class Routing(NamedTuple):
         )
 
 
-class _Take(NamedTuple):
-    """A checkpoint that a client asked for. end: whether the request ends with it. owner: who is to give it."""
-
-    client: int
-    ask: int
-    end: bool
-    entry: Entry
-    owner: int
-
-
 class Router:
     """outgoing: (session, message, frames) to send, in order; taken by `take_outgoing`. closed: sessions to end."""
 
@@ -89,9 +80,7 @@ class Router:
         self._chooser = Chooser(routing.policy, routing.alpha, routing.affinity_ttl)
         self.orders = Orders(self.members, routing.blocking_collectives, self._refusal_of_order, self._send)
         self._clients: dict[int, str] = {}
-        self._takes: dict[int, _Take] = {}
-        """Checkpoints asked of owners."""
-        self._next_take = 1
+        self._takes = Takes(self._send)
         self._fetches = Fetches()
         self._details: bytes | None = None
         self._num_told = 0
@@ -236,16 +225,7 @@ class Router:
             return
         entry.takes.append((ask, end))
         if entry.owner is not None:
-            self._take_from(entry, entry.owner)
-
-    def _take_from(self, entry: Entry, owner: int) -> None:
-        """Ask for the checkpoints that were asked for, also while it waited."""
-        for ask, end in entry.takes:
-            assert entry.client is not None
-            self._takes[self._next_take] = _Take(entry.client, ask, end, entry, owner)
-            self._send(owner, m.Take(self._next_take, entry.serial, end))
-            self._next_take += 1
-        entry.takes = []
+            self._takes.ask(entry, entry.owner)
 
     # Replicas
 
@@ -268,9 +248,8 @@ class Router:
                     if entry.client is not None:
                         self._send(entry.client, replace(message, number=entry.number), frames)
                     self._ended(entry, message)
-            case m.Taken(ask, failure):
-                if (asked := self._takes.pop(ask, None)) is not None:
-                    self._send(asked.client, m.Taken(asked.ask, failure), frames)
+            case m.Taken():
+                self._takes.answered(message, frames)
             case m.Prepared():
                 self.orders.prepared(session, message)
             case m.Answer():
@@ -326,8 +305,7 @@ class Router:
         self._fetches.lost(session)
         if self._clients.pop(session, None) is not None:
             self.orders.forget_client(session)
-            for ask in [ask for ask, one in self._takes.items() if one.client == session]:
-                del self._takes[ask]
+            self._takes.forget_client(session)
             theirs = self.entries.of_client(session)
             for entry in theirs:
                 self.entries.orphan(entry)
@@ -339,19 +317,9 @@ class Router:
         self.num_lost_replicas += 1
         self.members.lose(replica, now)
         self._chooser.table.forget(session)
-        self._take_later(session)
+        self._takes.lost(session)
         self.orders.leave(replica)
         self._go_on_elsewhere(replica, now)
-
-    def _take_later(self, owner: int) -> None:
-        """Ask for checkpoints that a lost replica did not give where their requests go on."""
-        for ours in [ours for ours, one in self._takes.items() if one.owner == owner]:
-            one = self._takes.pop(ours)
-            if one.entry.owner == owner:
-                one.entry.takes.append((one.ask, one.end))
-            else:
-                error = ReplicaLost("the request has ended, and its replica was lost before it gave the checkpoint")
-                self._send(one.client, m.Taken(one.ask, Failure.of(error)))
 
     def _go_on_elsewhere(self, replica: Replica, now: float) -> None:
         moved: list[Entry] = []
@@ -410,7 +378,7 @@ class Router:
                 for sample in entry.samples:
                     sample.cross()
             self.entries.give(entry, owner)
-            self._take_from(entry, owner)
+            self._takes.ask(entry, owner)
 
     # Orders
 
@@ -471,6 +439,6 @@ class Router:
 
     def check_idle(self) -> None:
         """Nothing is left of anything. Raises AssertionError."""
-        assert not len(self.entries) and not self.entries.num_bytes and not self._takes and not len(self._fetches)
+        assert not len(self.entries) and not self.entries.num_bytes and not len(self._takes) and not len(self._fetches)
         self.entries.check()
         self.orders.check_idle()

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -18,19 +17,17 @@ from msgspec.structs import replace
 
 from perdure.api import command as cmd
 from perdure.api import event as ev
-from perdure.api.checkpoint import Checkpoint, Sample
 from perdure.api.ending import Ending, Failure
 from perdure.api.errors import InvalidValue, PerdureError
 from perdure.api.event import Event
 from perdure.api.fingerprint import Fingerprint
 from perdure.api.moment import MomentKind, RequestEvent
 from perdure.api.output import Stats
-from perdure.api.request import Request
-from perdure.api.sampling import SamplingParams
 from perdure.api.scores import PackedScores
 from perdure.coordinator import messages as m
 from perdure.coordinator.link import Frames
 from perdure.coordinator.sessions import Arrived, Happening, Lost
+from perdure.engine.going_on import going_on
 
 CHANGES_OF_STATE: frozenset[MomentKind] = frozenset({"scheduled", "chunk", "paused", "resumed", "evicted", "dropped"})
 _encode = msgspec.msgpack.Encoder().encode
@@ -201,7 +198,7 @@ class Bridge:
             request = replace(wanted.request, request_id=number, ticket=ticket)
             past = wanted.checkpoint
             if known is not None:
-                past = _going_on_from(past, going_on(request, known))
+                past = going_on(request, known, past)
             has_prompt_scores = past is not None and past.num_output > 0
             here = Here(number, request.params.n, known, has_prompt_scores)
         except (IndexError, msgspec.MsgspecError, InvalidValue) as error:  # one client's nonsense ends no replica
@@ -390,61 +387,6 @@ class Bridge:
 def _is_harmless(question: cmd.Command) -> bool:
     """Whether the engine is the same after it."""
     return isinstance(question, cmd.TakeCheckpoint | cmd.GetStats | cmd.PinPrefix | cmd.UnpinPrefix)
-
-
-def _going_on_from(past: Checkpoint | None, told: Checkpoint) -> Checkpoint:
-    """What was told, but for samples that were lost before all was told that they had when they were submitted: these
-    are again what they were then."""
-    if past is None or not past.num_output:
-        return told
-    is_same = past.fingerprint == told.fingerprint
-    samples = tuple(
-        replace(had, exact=had.exact and is_same) if had.ending or had.num_output > one.num_output else one
-        for had, one in zip(past.samples, told.samples, strict=True)
-    )
-    if all(sample.ending is not None for sample in samples):
-        return told  # who ended before has to be told of: it begins anew
-    return replace(told, samples=samples, prompt_scores=past.prompt_scores)
-
-
-def going_on(request: Request, known: m.Known) -> Checkpoint:
-    """The checkpoint of a request of which only this is known here. Its scores so far are zeros."""
-    params = request.params
-    samples = [*known.samples, *[m.KnownSample()] * (params.n - len(known.samples))]
-    has_output = any(sample.token_ids for sample in samples)
-    num_scored = len(request.prompt_token_ids) - 1 if has_output else 0
-    return Checkpoint(
-        request_id=request.request_id,
-        status="running",
-        params=params,
-        prompt=None,
-        prompt_tokens=array("i", request.prompt_token_ids).tobytes(),
-        max_output=known.max_output,
-        seed=known.seed,
-        logprobs_mode=known.logprobs_mode,
-        samples=tuple(_sample(sample, params) for sample in samples),
-        prompt_scores=None if params.prompt_logprobs is None else _zeros(num_scored, 0),
-        fingerprint=known.fingerprint,
-        num_cached_tokens=0,
-        num_checkpoints=known.num_moves,
-        cache_salt=request.cache_salt,
-    )
-
-
-def _sample(known: m.KnownSample, params: SamplingParams) -> Sample:
-    count = len(known.token_ids)
-    return Sample(
-        tokens=array("i", known.token_ids).tobytes(),
-        scores=_zeros(count, count * len(params.logprob_token_ids or ())) if params.asks_scores else None,
-        exact=known.exact,
-        epochs=tuple(known.epochs),
-        ending=known.ending,
-    )
-
-
-def _zeros(num_scored: int, num_listed: int) -> PackedScores:
-    column, listed = bytes(4 * num_scored), bytes(4 * num_listed)
-    return PackedScores(column, column, column, b"", b"", listed, listed)
 
 
 def _spans(record: ev.Record, start: int) -> list[tuple[int, int, int]]:
