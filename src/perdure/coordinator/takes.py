@@ -1,7 +1,7 @@
 """`Takes`: checkpoints on their way from the replicas that have the requests to the clients that asked for them.
 
 - What was asked of a request that waits is asked of the replica that gets it (`Entry.takes`).
-- Where a replica is lost before it gave one, it is asked for again where the request goes on.
+- Where a replica is lost before it gave one, the client is told to ask again.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from perdure.coordinator import messages as m
 from perdure.coordinator.entries import Entry
 from perdure.coordinator.link import Frames
 
-LOST = Failure.of(ReplicaLost("the request has ended, and its replica was lost before it gave the checkpoint"))
+LOST = Failure.of(ReplicaLost("the replica was lost before it gave the checkpoint: ask again"))
 
 
 class _Take(NamedTuple):
-    """ask: the client's own number. end: whether the request ends with it. owner: who is to give it."""
+    """ask: the client's own number. owner: who is to give it."""
 
     client: int
     ask: int
-    end: bool
-    entry: Entry
     owner: int
 
 
@@ -43,7 +41,7 @@ class Takes:
         """Ask for all that were asked for, also while it waited."""
         for ask, end in entry.takes:
             assert entry.client is not None
-            self._takes[self._next] = _Take(entry.client, ask, end, entry, owner)
+            self._takes[self._next] = _Take(entry.client, ask, owner)
             self._send(owner, m.Take(self._next, entry.serial, end), ())
             self._next += 1
         entry.takes = []
@@ -57,10 +55,6 @@ class Takes:
             del self._takes[number]
 
     def lost(self, owner: int) -> None:
-        """Before its requests are taken from it."""
         for number in [number for number, take in self._takes.items() if take.owner == owner]:
             take = self._takes.pop(number)
-            if take.entry.owner == owner:
-                take.entry.takes.append((take.ask, take.end))
-            else:
-                self._send(take.client, m.Taken(take.ask, LOST), ())
+            self._send(take.client, m.Taken(take.ask, LOST), ())
