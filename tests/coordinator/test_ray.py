@@ -99,12 +99,13 @@ def test_replicas_on_a_cluster_of_nodes(cluster: Any, tiny: Path, tmp_path: Path
         prompts = [prompt(12, seed=seed) for seed in range(6)]
 
         async def disturbed() -> list[RequestOutput]:
-            """Requests are there for as long as it takes until the node is gone."""
+            """Requests are there until the replica is lost, which outlives its node for a moment."""
             client = await asyncio.to_thread(AsyncLLM.connect, service.endpoint)
             lost = next(one for one in cluster.list_all_nodes() if one.node_id == nodes[0])
             results: list[RequestOutput] = []
             removing = None
-            while removing is None or not removing.done():
+            until = time.monotonic() + PATIENCE_S
+            while removing is None or (len(members.serving) == 2 and time.monotonic() < until):
                 handles = [client.submit(ids, settings(max_tokens=200, stream_interval=1)) for ids in prompts]
                 for handle in handles:
                     async for _ in handle:
@@ -113,6 +114,7 @@ def test_replicas_on_a_cluster_of_nodes(cluster: Any, tiny: Path, tmp_path: Path
                     gone = asyncio.to_thread(cluster.remove_node, lost, allow_graceful=False)
                     removing = asyncio.create_task(gone)
                 results += [await handle for handle in handles]
+            await removing
             await asyncio.to_thread(client.shutdown)
             return results
 

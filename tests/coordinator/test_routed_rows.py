@@ -77,7 +77,7 @@ def test_bos_stop(row: str, make_fleet: MakeFleet, direct: LLM) -> None:
     check_equal(target, direct.generate(["The target"], params)[0])
     check_stopped_late(target, ids, at, keep, skip)
     ended = [result.metrics.finished_time for result in (short, target) if result.metrics is not None]
-    assert (ended[0] or 0.0) < (ended[1] or 0.0), "the short one ended first"
+    assert (ended[0] or 0.0) <= (ended[1] or 0.0), "the short one ended first"  # both may be told at once
     witness(row, num_tokens=len(target.outputs[0].token_ids), beside=len(short.outputs[0].token_ids))
 
 
