@@ -8,8 +8,10 @@ import torch
 import triton
 
 from perdure.ops.attention import AttentionRows, CacheShape, LayerAttention
-from perdure.ops.attention.paged import PagedRows, make_paged
+from perdure.ops.attention.paged import PagedRows, TritonPaged, make_paged
 from perdure.ops.attention.reference import ReferenceAttention
+from perdure.ops.rope import Turning, inverse_frequencies, rotary_table, rotations
+from perdure.ops.triton.pages import turn_and_write
 from tests.cuda.conftest import ON_GPU
 from tests.cuda.helpers import Random, check_close
 
@@ -69,6 +71,38 @@ def test_against_the_reference(device, dtype, heads, page_size, kind, invariant)
         )),
     )  # fmt: skip
     check_close(form.run(q, cache, rows), right, dtype)
+
+
+@pytest.mark.parametrize("num_rows", [3, 300] if ON_GPU else [3])
+@pytest.mark.parametrize("head_norm", [None, "norm", "once"])
+def test_rows_that_turn_where_they_attend(device, dtype, head_norm, num_rows):
+    """As after the kernel that turns and writes, in one range or in many; padding writes nothing."""
+    if not ON_GPU and head_norm == "once" and dtype != torch.float32:
+        pytest.skip("the interpreter takes seconds for each")
+    num_heads, num_kv_heads, dim, page_size = 6, 2, 24, 4
+    random, width = Random(device), 40
+    shape = CacheShape(num_heads, num_kv_heads, dim, num_rows * width, page_size)
+    positions = ([130, -1, 63, 0] + 2 * random.order(150).tolist())[:num_rows]
+    table = random.order(num_rows * width).view(num_rows, width).to(device, torch.int32)
+    cache = random(2, num_kv_heads, num_rows * width, page_size, dim, dtype=dtype)
+    qkv = random(num_rows, num_heads + 2 * num_kv_heads, dim, dtype=dtype)
+    qk, v = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
+    once = head_norm == "once"
+    weight = random(num_heads + num_kv_heads, dim, dtype=torch.float32 if once else dtype) if head_norm else None
+    at = torch.tensor(positions, dtype=torch.int32, device=device)
+    turn = rotations(rotary_table(inverse_frequencies(16, 1e4).to(device), 160), at.clamp(min=0).long(), dtype)
+    turning = Turning(*turn, weight, 1e-6, once)
+    index = torch.arange(num_rows, dtype=torch.int32, device=device)
+    rows = PagedRows(table, index, index, at, index[:0].view(0, 4))
+    pages = table.gather(1, (at.clamp(min=0) // page_size).long()[:, None])[:, 0]
+    slots = torch.where(at < 0, -1, pages * page_size + at % page_size).int()
+    form = make_paged("triton", shape, LayerAttention(dim**-0.5), dtype, device)
+    written = cache.clone()
+    right = form.run(turn_and_write(qk, v, turning, written, slots), written, rows)
+    assert isinstance(form, TritonPaged)
+    found = form.run_turning(qk, v, turning, cache, rows)
+    check_close(found[at >= 0], right[at >= 0], dtype)
+    check_close(cache, written, dtype)
 
 
 @pytest.mark.parametrize("num_rows", [1, 40, 200])

@@ -60,7 +60,7 @@ def test_queries_turn_and_keys_are_written_as_by_two_kernels(device, dtype, head
     right = cache.clone()
     turned = rows.rotate(qk, *turn)
     pages.write_kv(turned[:, num_heads:], v, right, slots)
-    assert torch.equal(pages.turn_and_write(qk, v, *turn, cache, slots), turned[:, :num_heads])
+    assert torch.equal(pages.turn_and_write(qk, v, rope.Turning(*turn), cache, slots), turned[:, :num_heads])
     assert torch.equal(cache, right)
     witness("feat-fused-rope", head_dim=dim, changed=int((cache == right).sum()))
 
@@ -78,10 +78,9 @@ def test_heads_are_normalised_before_they_turn_as_by_two_kernels(device, dtype, 
     slots = torch.tensor([3, 9, -1, 27], dtype=torch.int32, device=device)
     cache = random(2, num_kv_heads, 7, 4, dim, dtype=dtype)
     right = cache.clone()
-    queries = pages.turn_and_write(
-        (rows.rms_norm_once if once else rows.rms_norm)(qk, weight, 1e-6), v, *turn, right, slots
-    )
-    check_close(pages.turn_and_write(qk, v, *turn, cache, slots, weight, 1e-6, once), queries, dtype)
+    normed = (rows.rms_norm_once if once else rows.rms_norm)(qk, weight, 1e-6)
+    queries = pages.turn_and_write(normed, v, rope.Turning(*turn), right, slots)
+    check_close(pages.turn_and_write(qk, v, rope.Turning(*turn, weight, 1e-6, once), cache, slots), queries, dtype)
     check_close(cache, right, dtype)
 
 

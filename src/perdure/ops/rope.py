@@ -32,6 +32,17 @@ class RotaryTable(NamedTuple):
     sin: Tensor
 
 
+class Turning(NamedTuple):
+    """How heads [N, J, D] turn: cos and sin of `rotations`. norm_weight [J, D], eps, once: of a norm of each head
+    before it turns, `norm.rms_norm_once` or `norm.rms_norm`; None: there is none."""
+
+    cos: Tensor
+    sin: Tensor
+    norm_weight: Tensor | None = None
+    eps: float = 0.0
+    once: bool = False
+
+
 def inverse_frequencies(rotary_dim: int, theta: float, scaling: Mapping[str, Any] | None = None) -> Tensor:
     """Angle per position of each pair, [R/2] fp32. `scaling` holds `rope_type` and its fields; None = none."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim

@@ -21,6 +21,7 @@ from torch import Tensor
 from perdure.ops.attention import flashinfer
 from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
 from perdure.ops.attention.reference import PlannedReference
+from perdure.ops.rope import Turning
 
 PAGED_FORMS = ("triton", "hopper", "flashinfer", "reference")
 HOPPER_TRITON = (["3", "6"],)  # versions of Triton that the form "hopper" was run with
@@ -69,6 +70,7 @@ class TritonPaged:
             partial(form, scale=layer.scale, window=layer.window, softcap=layer.softcap, invariant=batch_invariant)
             for form in (attention.attend_decode, attention.attend_prompts)
         )
+        self._most_turning = 0 if batch_invariant else attention.MOST_TURNING // shape.num_kv_heads
         self.block_size = attention.prompt_block(shape.head_dim, invariant=batch_invariant)
         self.kernel = f"triton by {attention.SPLIT}" if batch_invariant else "triton"
 
@@ -80,6 +82,20 @@ class TritonPaged:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._decode(q, cache, rows.table, rows.index, rows.slots, rows.positions, out)
         self._prompts(q, cache, rows.table, rows.blocks, out)
+        return out
+
+    def turns(self, rows: PagedRows) -> bool:
+        """Whether `run_turning` is for such rows: few, of one query each."""
+        return len(rows.slots) <= self._most_turning and not len(rows.blocks)
+
+    def run_turning(self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: PagedRows) -> Tensor:
+        """Attention of rows of one query, of queries and keys [N, Hq + Hkv, D] that have not turned. Keys and values
+        [N, Hkv, D] are written, too."""
+        assert not len(rows.blocks)
+        assert all(x.stride(1) == x.shape[2] and x.stride(2) == 1 for x in (qk, values)), "heads lie side by side"
+        out = torch.empty(len(qk), qk.shape[1] - values.shape[1], qk.shape[2], dtype=qk.dtype, device=qk.device)
+        at = rows.table, rows.index, rows.slots, rows.positions
+        self._decode(qk, cache, *at, out, values=values, turning=turning)
         return out
 
 

@@ -26,13 +26,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from perdure.ops.rope import Turning
 from perdure.ops.triton.early import early_launch
+from perdure.ops.triton.pages import as_stored
 from perdure.ops.triton.ranges import combine_kernel, faded_by, first_key, join_kernel, joined, range_of
+from perdure.ops.triton.rows import turned_heads
 
 BLOCK = 64  # keys gone over at once
 SPLIT = 1024  # keys of a range at absolute positions
 LEAST_ROWS = 64  # of an invariant tile
 PROGRAMS = 512  # that rows of one query are shared out among, at least, as far as ranges go
+MOST_TURNING = 256  # rows times key heads: with more, what turns them ahead costs less than a longer way into each
 MOST_RANGES = 32  # of a row, where its length decides what a range is
 
 
@@ -118,15 +122,33 @@ def _beside(query, cache):
     return query
 
 
+@triton.jit
+def _write_own(
+    qk, values, cos, sin, norm, cache, at, packed, head, num_heads, stride_q, stride_plane, stride_v, eps,
+    D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """A row's own key, turned, and its value, where `at` points to in a plane of keys; then this program reads them."""
+    dims = tl.arange(0, DP)
+    heads = num_heads + head + tl.arange(0, 1)
+    of_head = (dims < D)[None, :]
+    k = turned_heads(qk, cos, sin, norm, packed, heads, num_heads + head + 1, stride_q, D, eps, D, R, 1, DP, NORM, ONCE)
+    v = tl.load(values + packed * stride_v + head * D + dims[None, :], mask=of_head, other=0.0)
+    tl.store(at + dims[None, :], as_stored(k.to(qk.dtype.element_ty), cache), mask=of_head)
+    tl.store(at + stride_plane + dims[None, :], as_stored(v, cache), mask=of_head)
+    tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=["num_ranges"])
 def _decode_kernel(
-    q, cache, table, index, slots, positions, partial, sums, out, stride_q, stride_plane, stride_head, table_width,
-    scale, factor, num_ranges, ROWS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINGLE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    q, values, cos, sin, norm, cache, table, index, slots, positions, partial, sums, out, stride_q, stride_v,
+    stride_plane, stride_head, table_width, scale, factor, eps, num_ranges, ROWS: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINGLE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr, TURN: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """One row and key head with its group of query heads: every n-th range, of n programs. partial [n, Hq, ranges, D]
-    and sums [n, Hq, ranges, 2] are fp32. SINGLE: one program has all ranges, and its result goes to out."""
+    and sums [n, Hq, ranges, 2] are fp32. SINGLE: one program has all ranges, and its result goes to out. TURN: q has
+    keys behind queries, neither turned, and the row's own key and value are written by who reads them."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -138,13 +160,28 @@ def _decode_kernel(
     group, dims = tl.arange(0, ROWS), tl.arange(0, DP)
     of_group = group < G
     inside = of_group[:, None] & (dims < D)[None, :]
-    query = tl.load(q + packed * stride_q + (head * G + group[:, None]) * D + dims[None, :], mask=inside, other=0.0)
-    query = _beside(query, cache)
     k_plane = cache + head.to(tl.int64) * stride_head
     v_plane = k_plane + stride_plane
     pages = table + tl.load(slots + row).to(tl.int64) * table_width
     every = tl.full((ROWS,), position, tl.int32)
     heads = tl.num_programs(1) * G
+    if TURN:
+        begin, end = range_of(position, part, num_ranges, WINDOW, BLOCK, SPLIT)
+        if begin >= end and not SINGLE:
+            return
+        turned = turned_heads(
+            q, cos, sin, norm, packed, head * G + group, head * G + G, stride_q, D, eps, D, R, ROWS, DP, NORM, ONCE
+        )
+        query = _beside(turned.to(q.dtype.element_ty), cache)
+        if SINGLE or end > position:
+            own = tl.load(pages + position // PAGE).to(tl.int64) * PAGE + position % PAGE
+            _write_own(
+                q, values, cos, sin, norm, cache, k_plane + own * D, packed, head, heads, stride_q, stride_plane,
+                stride_v, eps, D, DP, R, NORM, ONCE,
+            )  # fmt: skip
+    else:
+        query = tl.load(q + packed * stride_q + (head * G + group[:, None]) * D + dims[None, :], mask=inside, other=0.0)
+        query = _beside(query, cache)
     if SINGLE:
         if SPLIT == 0:
             most, total, mixed = _attend(
@@ -254,11 +291,15 @@ def prompt_block(head_dim: int, *, invariant: bool) -> int:
 
 def attend_decode(
     q: Tensor, cache: Tensor, table: Tensor, index: Tensor, slots: Tensor, positions: Tensor, out: Tensor,
-    *, scale: float, window: int | None, softcap: float | None, invariant: bool,
+    *, scale: float, window: int | None, softcap: float | None, invariant: bool, values: Tensor | None = None,
+    turning: Turning | None = None,
 ) -> None:  # fmt: skip
     """Rows of one query: q and out are [N, Hq, D]; of them rows index [n] belong to slots [n] and stand at positions
-    [n]. A position of -1 is padding: nothing is read or written for it."""
-    num_rows, num_heads, dim = len(slots), q.shape[1], q.shape[2]
+    [n]. A position of -1 is padding: nothing is read or written for it.
+
+    values [N, Hkv, D], turning: q is [N, Hq + Hkv, D], queries and keys that have not turned; keys and values of the
+    rows are written, too. Not invariant."""
+    num_rows, num_heads, dim = len(slots), out.shape[1], out.shape[2]
     if num_rows == 0:
         return
     num_kv_heads, page = cache.shape[1], cache.shape[3]
@@ -273,12 +314,17 @@ def attend_decode(
     if shared > 1:
         partial = torch.empty(num_rows, num_heads, ranges, dim, dtype=torch.float32, device=q.device)
         sums = torch.empty(num_rows, num_heads, ranges, 2, dtype=torch.float32, device=q.device)
+    assert values is None or not invariant, "turned beside, rows are joined in another form"
+    assert values is None or values.stride(1) == dim
+    cos, sin, norm_weight, eps, once = turning or Turning(q, q)
     _decode_kernel[(num_rows, num_kv_heads, shared)](
-        q, cache, table, index, slots, positions, partial, sums, out, q.stride(0), cache.stride(0), cache.stride(1),
-        table.shape[1], scale, factor, ranges, ROWS=rows, G=group, D=dim, DP=padded, PAGE=page, BLOCK=BLOCK,
+        q, values, cos, sin, norm_weight, cache, table, index, slots, positions, partial, sums, out, q.stride(0),
+        0 if values is None else values.stride(0), cache.stride(0), cache.stride(1), table.shape[1], scale, factor, eps,
+        ranges, ROWS=rows, G=group, D=dim, DP=padded, PAGE=page, BLOCK=BLOCK,
         SPLIT=split, WINDOW=window or 0, CAP=softcap or 0.0, SINGLE=shared == 1,
         STAGES=_stages(q, 2 if invariant else 3), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        EARLY=bool(early), num_warps=4, enable_fp_fusion=not invariant, **early,
+        EARLY=bool(early), TURN=turning is not None, R=cos.shape[-1], NORM=norm_weight is not None, ONCE=once,
+        num_warps=4, enable_fp_fusion=not invariant, **early,
     )  # fmt: skip
     if shared > 1 and not invariant:
         join_kernel[(num_rows, num_heads)](

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from perdure.ops.rope import Turning
 from perdure.ops.triton.early import early_launch
 from perdure.ops.triton.rows import TILE, turned_heads
 
@@ -106,21 +107,10 @@ def _turn_and_write_kernel(
         tl.store(page + stride_plane, as_stored(v, cache), mask=inside)
 
 
-def turn_and_write(
-    qk: Tensor,
-    values: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    once: bool = False,
-) -> Tensor:
-    """The queries of qk [N, Hq + Hkv, D], turned (`ops.triton.rows.rotate`), and its keys, turned, with values
-    [N, Hkv, D] in a layer's pages (`write_kv`). cos and sin are [N, 1, R].
-
-    norm_weight [Hq + Hkv, D], eps, once: of a norm of each head before it turns, `rms_norm_once` or `rms_norm`."""
+def turn_and_write(qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, slots: Tensor) -> Tensor:
+    """The queries of qk [N, Hq + Hkv, D], turned, and its keys, turned, with values [N, Hkv, D] in a layer's pages
+    (`write_kv`)."""
+    cos, sin, norm_weight, eps, once = turning
     assert norm_weight is None or norm_weight.is_contiguous()
     num_rows, num_all, dim = qk.shape
     num_kv_heads = values.shape[1]
