@@ -1,4 +1,4 @@
-"""Products of one row, y = x @ w.T + b, with what stands about them: the norm before, an activation or a sum after.
+"""Products of few rows, y = x @ w.T + b, with what stands about them: the norm before, an activation or a sum after.
 
 - They take as long as reading w does: a program sums its columns of y over all of K, in fp32, with as much of w on its
   way as registers hold. The first of it is asked for before the kernel before has ended (`launch_pdl`).
@@ -6,7 +6,7 @@
   than `ops.norm.rms_norm` has. Else what is rounded is what torch's forms round.
 - More rows are the library's (`perdure.ops.linear.plain`).
 
-Shapes: x [1, K], w [N, K], b [N], y [1, N]; gated w is [2 * N, K].
+Shapes: x [M, K], w [N, K], b [N], y [M, N]; gated w is [2 * N, K].
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from perdure.ops.linear import Product
 from perdure.ops.residual import ReadProduct, Stream, WriteProduct
 from perdure.ops.triton.early import early_launch
 
+FEW = (1, 2, 4)  # rows: those of the smallest steps that graphs are captured for, so others need no kernel compiled
 UNROLLED = 4  # tiles of a sum whose order of loads is the compiler's
 
 
@@ -41,12 +42,20 @@ def _queue(tile):
 
 
 @triton.jit
-def _values(x, norm, ks, K: tl.constexpr, NORM: tl.constexpr):
-    """A part of the row, as it is and with the norm's weight."""
-    values = tl.load(x + ks, mask=ks < K, other=0.0).to(tl.float32)
+def _summed(totals, squares, tile, x, norm, ks, K: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr):
+    """With a tile's part of the sums, and of the sums of x's squares. Each of the ROWS rows has its own."""
+    wide, weights = tile.to(tl.float32), 1.0
     if NORM:
-        return values, values * tl.load(norm + ks, mask=ks < K, other=0.0).to(tl.float32)
-    return values, values
+        weights = tl.load(norm + ks, mask=ks < K, other=0.0).to(tl.float32)
+    values = tl.load(x + ks, mask=ks < K, other=0.0).to(tl.float32)
+    new_totals, new_squares = _queue(totals[0] + wide * (values * weights)[None, :]), _queue(squares[0])
+    if NORM:
+        new_squares = _queue(squares[0] + values * values)
+    for row in tl.static_range(1, ROWS):
+        values = tl.load(x + row * K + ks, mask=ks < K, other=0.0).to(tl.float32)
+        new_totals = new_totals + (totals[row] + wide * (values * weights)[None, :],)
+        new_squares = new_squares + (squares[row] + values * values if NORM else squares[row],)
+    return new_totals, new_squares
 
 
 @triton.jit
@@ -67,13 +76,13 @@ def _gated(pairs):
 
 
 @triton.jit
-def _row_kernel(
-    x, w, bias, norm, added, y, N, eps, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, UNROLL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    ADD: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+def _few_rows_kernel(
+    x, w, bias, norm, added, y, N, eps, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, UNROLL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N columns of y. GATED: w has N rows of gates, then N of what they let through. AHEAD: tiles on their way.
-    EVEN: N and K are whole blocks. EARLY: launched before the kernel before has ended."""
+    """BLOCK_N columns of all ROWS rows of y. GATED: w has N rows of gates, then N of what they let through. AHEAD:
+    tiles on their way. EVEN: N and K are whole blocks. EARLY: launched before the kernel before has ended."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     LINES: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     rows, inside = _lines(N, LINES, GATED)
@@ -86,36 +95,36 @@ def _row_kernel(
         tiles = tiles + (_tile(at, i * BLOCK_K + within, inside, K, EVEN),)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    total = tl.zeros((LINES, BLOCK_K), tl.float32)
-    squares = tl.zeros((BLOCK_K,), tl.float32)
+    totals = _queue(tl.zeros((LINES, BLOCK_K), tl.float32))
+    squares = _queue(tl.zeros((BLOCK_K,), tl.float32))
+    for _ in tl.static_range(1, ROWS):
+        totals, squares = totals + (totals[0],), squares + (squares[0],)
     NEXT: tl.constexpr = AHEAD * BLOCK_K
     if UNROLL:
         for k in tl.static_range(0, K, BLOCK_K):
-            own, values = _values(x, norm, k + within, K, NORM)
-            squares += own * own
-            total += tiles[0].to(tl.float32) * values[None, :]
+            totals, squares = _summed(totals, squares, tiles[0], x, norm, k + within, K, ROWS, NORM)
             if k + NEXT < K:
                 tiles = tiles[1:] + (_tile(at, k + NEXT + within, inside, K, EVEN),)
             else:
                 tiles = tiles[1:]
     else:
         for k in tl.range(0, K, BLOCK_K):
-            own, values = _values(x, norm, k + within, K, NORM)
-            squares += own * own
-            total += tiles[0].to(tl.float32) * values[None, :]
+            totals, squares = _summed(totals, squares, tiles[0], x, norm, k + within, K, ROWS, NORM)
             ahead = tl.minimum(k + NEXT, K - BLOCK_K) if EVEN else k + NEXT
             tiles = tiles[1:] + (_tile(at, ahead + within, inside, K, EVEN),)
-    result = tl.sum(total, axis=1)
-    if NORM:
-        result *= tl.rsqrt(tl.sum(squares) / K + eps)
-    if BIAS:
-        result += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        result = _gated(tl.reshape(result.to(y.dtype.element_ty), (BLOCK_N, 2)))
-    if ADD:
-        before = tl.load(added + columns, mask=columns < N, other=0.0).to(tl.float32)
-        result = before + result.to(y.dtype.element_ty).to(tl.float32)
-    tl.store(y + columns, result.to(y.dtype.element_ty), mask=columns < N)
+    for row in tl.static_range(ROWS):
+        result = tl.sum(totals[row], axis=1)
+        if NORM:
+            result *= tl.rsqrt(tl.sum(squares[row]) / K + eps)
+        if BIAS:
+            result += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            result = _gated(tl.reshape(result.to(y.dtype.element_ty), (BLOCK_N, 2)))
+        here = row * N + columns
+        if ADD:
+            before = tl.load(added + here, mask=columns < N, other=0.0).to(tl.float32)
+            result = before + result.to(y.dtype.element_ty).to(tl.float32)
+        tl.store(y + here, result.to(y.dtype.element_ty), mask=columns < N)
 
 
 class Tile(NamedTuple):
@@ -138,21 +147,21 @@ def _least_programs(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def choose_tile(num_cols: int, depth: int, gated: bool, device: torch.device) -> Tile:
+def choose_tile(num_rows: int, num_cols: int, depth: int, gated: bool, device: torch.device) -> Tile:
     """As measured on an H200 (docs/adr): 8 to 16 loads of 16 bytes a thread on their way, and enough programs."""
     if device.type != "cuda":  # the interpreter, which takes as long for a small tile as for a large one
         return Tile(64, 1, 1)
     long = depth >= 8192
     warps = next((warps for warps in (8 if long else 4, 4, 2) if depth % (256 * warps) == 0), 1)
     num_tiles = triton.cdiv(depth, 256 * warps)
-    lines = 8 if num_tiles == 1 else 2 if long else 4
-    cols = lines // 2 if gated else lines
+    lines = (8 if num_tiles == 1 else 2 if long else 4) // (1 if num_rows == 1 else 2)
+    cols = max(1, lines // 2) if gated else lines
     while cols > 1 and triton.cdiv(num_cols, cols) < _least_programs(device):
         cols //= 2
     return Tile(cols, min(4, num_tiles), warps)
 
 
-def row_product(
+def few_rows_product(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None = None,
@@ -163,31 +172,31 @@ def row_product(
     added: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """x @ w.T + bias of a row x [1, K]. norm, eps: of x's norm (`ops.norm.rms_norm`) instead. gated: `silu_mul` of it.
-    added [1, N]: and the sum with it."""
-    depth, num_cols = w.shape[1], w.shape[0] // (2 if gated else 1)
-    assert x.shape == (1, depth) and w.is_contiguous(), (x.shape, w.shape, w.stride())
-    y = torch.empty(1, num_cols, dtype=x.dtype, device=x.device)
-    tile = tile or choose_tile(num_cols, depth, gated, x.device)
+    """x @ w.T + bias of as many rows as `FEW` has. norm, eps: of x's norm (`ops.norm.rms_norm`) instead. gated:
+    `silu_mul` of it. added [M, N]: and the sum with it."""
+    num_rows, depth, num_cols = x.shape[0], w.shape[1], w.shape[0] // (2 if gated else 1)
+    assert num_rows in FEW and x.shape[1] == depth and w.is_contiguous(), (x.shape, w.shape, w.stride())
+    y = torch.empty(num_rows, num_cols, dtype=x.dtype, device=x.device)
+    tile = tile or choose_tile(num_rows, num_cols, depth, gated, x.device)
     num_tiles = triton.cdiv(depth, tile.depth)
     early = early_launch(x.device)
-    _row_kernel[(triton.cdiv(num_cols, tile.cols),)](
-        x.contiguous(), w, bias, norm, added, y, num_cols, eps, K=depth, BLOCK_N=tile.cols, BLOCK_K=tile.depth,
-        AHEAD=min(tile.ahead, num_tiles), UNROLL=num_tiles <= UNROLLED, NORM=norm is not None, GATED=gated,
-        BIAS=bias is not None, ADD=added is not None,
+    _few_rows_kernel[(triton.cdiv(num_cols, tile.cols),)](
+        x.contiguous(), w, bias, norm, None if added is None else added.contiguous(), y, num_cols, eps, K=depth,
+        ROWS=num_rows, BLOCK_N=tile.cols, BLOCK_K=tile.depth, AHEAD=min(tile.ahead, num_tiles),
+        UNROLL=num_tiles <= UNROLLED, NORM=norm is not None, GATED=gated, BIAS=bias is not None, ADD=added is not None,
         EVEN=depth % tile.depth == 0 and num_cols % tile.cols == 0, EARLY=bool(early), num_warps=tile.warps, **early,
     )  # fmt: skip
     return y
 
 
 class FewRowsProduct:
-    """The library's product, or for one row Triton's."""
+    """The library's product, or for few rows Triton's."""
 
     def __init__(self, w: Tensor, b: Tensor | None) -> None:
         self.w, self.b = w, b
 
     def __call__(self, x: Tensor) -> Tensor:
-        return row_product(x, self.w, self.b) if x.shape[0] == 1 else functional.linear(x, self.w, self.b)
+        return few_rows_product(x, self.w, self.b) if len(x) in FEW else functional.linear(x, self.w, self.b)
 
 
 class FewRowsKernels:
@@ -201,9 +210,9 @@ class FewRowsKernels:
         w, b = product.w, product.b
 
         def read(stream: Stream) -> tuple[Stream, Tensor]:
-            if stream.x.shape[0] != 1 or stream.more is not None:
+            if len(stream.x) not in FEW or stream.more is not None:
                 return otherwise(stream)
-            return stream, row_product(stream.x, w, b, norm=norm_weight, eps=eps, gated=gated)
+            return stream, few_rows_product(stream.x, w, b, norm=norm_weight, eps=eps, gated=gated)
 
         return read
 
@@ -213,8 +222,8 @@ class FewRowsKernels:
         w, b = product.w, product.b
 
         def write(stream: Stream, y: Tensor) -> Stream:
-            if y.shape[0] != 1 or stream.more is not None:
+            if len(y) not in FEW or stream.more is not None:
                 return otherwise(stream, y)
-            return Stream(row_product(y, w, b, added=stream.x))
+            return Stream(few_rows_product(y, w, b, added=stream.x))
 
         return write
