@@ -15,7 +15,7 @@ from perdure.ops.triton.adjust import FINE, UNUSABLE, adjust, unadjusted
 from perdure.ops.triton.filters import find_kept
 from perdure.ops.triton.sampling import draw_tokens, weigh
 from perdure.ops.triton.scores import Entries, View, best_ids, score
-from perdure.ops.triton.weights import FAR, Filter, Kept, Settings, exp, scaled
+from perdure.ops.triton.weights import FAR, Filter, Kept, Settings, exp, scaled, weight
 from tests.cuda.conftest import ON_GPU
 from tests.witness import witness
 
@@ -101,11 +101,12 @@ def test_logits_of_16_bits_are_read_as_they_are(device):
 
 
 @triton.jit
-def _weight_kernel(x, scaled_to, weights, top, heat, BLOCK: tl.constexpr):
+def _weight_kernel(x, scaled_to, exps, weights, top, heat, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     its = scaled(tl.load(x + at), tl.load(top), tl.load(heat))
     tl.store(scaled_to + at, its)
-    tl.store(weights + at, exp(its))
+    tl.store(exps + at, exp(its))
+    tl.store(weights + at, weight(tl.load(x + at), tl.load(top), tl.load(heat)))
 
 
 @pytest.mark.parametrize("heat", [1.0, 0.7, 1.9999999, 0.013, 3e-20])
@@ -116,13 +117,14 @@ def test_scaled_values_and_weights_to_the_bit(device, heat):
     top = np.float32(1.0 if heat < 1e-9 else 17.3)
     values = top - bits.view(np.float32)
     x = torch.from_numpy(values).to(device)
-    scaled_to, weights = torch.empty_like(x), torch.empty_like(x)
+    scaled_to, exps, weights = (torch.empty_like(x) for _ in range(3))
     limits = (torch.tensor([value], dtype=torch.float32, device=device) for value in (top, heat))
-    _weight_kernel[(len(x) // 1024,)](x, scaled_to, weights, *limits, BLOCK=1024, enable_fp_fusion=False)
+    _weight_kernel[(len(x) // 1024,)](x, scaled_to, exps, weights, *limits, BLOCK=1024, enable_fp_fusion=False)
     with np.errstate(over="ignore"):
         right = (values - top) / np.float32(heat)
     near = values - top > FAR.value
     assert np.array_equal(scaled_to.cpu().numpy()[near], right[near])
+    assert np.array_equal(exps.cpu().numpy(), np.exp(right))
     assert np.array_equal(weights.cpu().numpy(), np.exp(right))
 
 

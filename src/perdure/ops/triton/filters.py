@@ -63,6 +63,29 @@ def _tile(place, listed, start, count, TB: tl.constexpr):
 
 
 @triton.jit
+def _list(depths, deepest, listed):
+    """List the blocks with a value no deeper than this, ascending: how many."""
+    chosen = (depths <= deepest).to(tl.int32)
+    tl.debug_barrier()
+    tl.store(listed + tl.cumsum(chosen, 0) - 1, tl.arange(0, depths.shape[0]), mask=chosen != 0)
+    tl.debug_barrier()
+    return tl.sum(chosen, 0)
+
+
+@triton.jit
+def _depth_of_blocks(depths, k, deepest):
+    """The least depth, `deepest` at most, no deeper than which k blocks have a value."""
+    low = 0
+    high = deepest
+    while low < high:
+        middle = low + (high - low) // 2
+        reached = tl.sum((depths <= middle).to(tl.int32), 0) >= k
+        low = tl.where(reached, low, middle + 1)
+        high = tl.where(reached, middle, high)
+    return low
+
+
+@triton.jit
 def _within(place, listed, count, depth, least, MASS: tl.constexpr, TB: tl.constexpr):
     """How many ids lie no deeper than this, and their mass (fp64) if it is asked for."""
     number = tl.zeros((TB,), tl.int32)
@@ -112,13 +135,15 @@ def _gather(place, listed, count, low, high, least, found, MASS: tl.constexpr, R
 
 @triton.jit
 def _border(
-    place, listed, count, deepest, k, wanted, least, found, MASS: tl.constexpr, ROOM: tl.constexpr, TB: tl.constexpr
+    place, depths, listed, deepest, k, wanted, least, found, MASS: tl.constexpr, ROOM: tl.constexpr, TB: tl.constexpr
 ):
     """The least depth, `deepest` at most, within which k ids lie, or the mass wanted (MASS). And the mass of what is
-    less deep than that, and how many ids have it."""
+    less deep than that, and how many ids have it. depths: of blocks; each time those are listed that are to be read."""
     low = 0
     high = deepest
-    number = count * 64  # at most so many ids are from low to high, and before low so many:
+    number = (
+        tl.sum((depths <= high).to(tl.int32), 0) * 64
+    )  # at most so many ids are from low to high, and before low so many:
     before = 0
     rounds = 0
     is_exact = least > 0.0  # else masses are no more than near until that does not tell any more
@@ -127,6 +152,7 @@ def _border(
         if rounds < 12:  # most values are far from the largest: halves of the values, not of their depths
             half = _depth(0.5 * (_value(low) + _value(high)))
             middle = tl.minimum(tl.maximum(half, low), high - 1)
+        count = _list(depths, middle, listed)
         if not MASS:
             its_number, _ = _within(place, listed, count, middle, 0.0, False, TB)
             reached, tells = its_number >= k, True
@@ -144,21 +170,22 @@ def _border(
             low = tl.where(reached, low, middle + 1)
             high = tl.where(reached, middle, high)
             rounds += 1
+    count = _list(depths, high, listed)
     mass_before = tl.full((), 0.0, tl.float64)
     if number <= ROOM:
-        depths, mass_before = _gather(place, listed, count, low, high, least, found, MASS, ROOM, TB)
-        w = exp(_value(depths))
-        w = tl.where((depths == NOWHERE) | (w < least), 0.0, w).to(tl.float64)
+        its, mass_before = _gather(place, listed, count, low, high, least, found, MASS, ROOM, TB)
+        w = exp(_value(its))
+        w = tl.where((its == NOWHERE) | (w < least), 0.0, w).to(tl.float64)
         while low < high:
             middle = low + (high - low) // 2
             if MASS:
-                reached = mass_before + tl.sum(tl.where(depths <= middle, w, 0.0), 0) >= wanted
+                reached = mass_before + tl.sum(tl.where(its <= middle, w, 0.0), 0) >= wanted
             else:
-                reached = before + tl.sum((depths <= middle).to(tl.int32), 0) >= k
+                reached = before + tl.sum((its <= middle).to(tl.int32), 0) >= k
             low = tl.where(reached, low, middle + 1)
             high = tl.where(reached, middle, high)
-        mass_before += tl.sum(tl.where(depths < low, w, 0.0), 0)
-        number = tl.sum((depths == low).to(tl.int32), 0)
+        mass_before += tl.sum(tl.where(its < low, w, 0.0), 0)
+        number = tl.sum((its == low).to(tl.int32), 0)
     elif MASS:
         _, mass_before = _within(place, listed, count, low - 1, least, True, TB)
     return low, mass_before, number
@@ -180,27 +207,6 @@ def _id_of(place, listed, count, depth, number, TB: tl.constexpr):
             found = tl.min(tl.min(tl.where((equal != 0) & (rank == number), ids, NOWHERE), 1), 0)
         seen += here
     return found
-
-
-@triton.jit
-def _listed(block_best, row, V, top, heat, depth, k, list_at, NB, NBP: tl.constexpr):
-    """Lists the blocks that have a value no deeper than this, nor than that of the k-th block, ascending. How many
-    there are, and the depth that was their limit."""
-    blocks = tl.arange(0, NBP)
-    inside = blocks < (V + 63) // 64
-    x = scaled(tl.load(block_best + row * NB + blocks, mask=inside, other=float("-inf")), top, heat)
-    depths = tl.where(inside, _depth(x), NOWHERE)
-    low = 0
-    high = depth
-    while low < high:
-        middle = low + (high - low) // 2
-        reached = tl.sum((depths <= middle).to(tl.int32), 0) >= k
-        low = tl.where(reached, low, middle + 1)
-        high = tl.where(reached, middle, high)
-    chosen = (depths <= low).to(tl.int32)
-    tl.store(list_at + tl.cumsum(chosen, 0) - 1, blocks, mask=chosen != 0)
-    tl.debug_barrier()
-    return tl.sum(chosen, 0), low
 
 
 @triton.jit
@@ -257,28 +263,32 @@ def _filter_kernel(
         whole = tl.sum(tl.load(of_chunks + row * C + chunks, mask=chunks < C, other=0.0), 0)
         share = tl.maximum((0.5 * (1.0 - p) * whole / V).to(tl.float32), COLDEST)
         deepest = tl.minimum(deepest, _least_depth(share))
-    needed_blocks = tl.where(has_k, k, NOWHERE)
-    count, limit = _listed(block_best, row, V, top, heat, deepest, needed_blocks, listed, NB, NBP)
+    blocks = tl.arange(0, NBP)
+    inside = blocks < (V + 63) // 64
+    of_blocks = scaled(tl.load(block_best + row * NB + blocks, mask=inside, other=float("-inf")), top, heat)
+    depths = tl.where(inside, _depth(of_blocks), NOWHERE)
     if has_k:
-        deepest, _, _ = _border(place, listed, count, limit, k, 0.0, 0.0, found, False, ROOM, TB)
+        deepest = _depth_of_blocks(depths, k, deepest)
+        deepest, _, _ = _border(place, depths, listed, deepest, k, 0.0, 0.0, found, False, ROOM, TB)
     tie = V
     if p < 1.0:
         if is_alone == 0:
-            _, whole = _within(place, listed, count, deepest, least, True, TB)
+            _, whole = _within(place, listed, _list(depths, deepest, listed), deepest, least, True, TB)
         wanted = whole * p
-        deepest, above, equals = _border(place, listed, count, deepest, 0, wanted, least, found, True, ROOM, TB)
+        deepest, above, equals = _border(place, depths, listed, deepest, 0, wanted, least, found, True, ROOM, TB)
         # Of the equals at the border, no more than are needed.
         weight = tl.max(exp(_value(deepest + tl.zeros((2,), tl.int32))), 0)
         if (equals > 1) & (weight > 0.0) & (weight >= least):
             needed = tl.maximum(tl.ceil((wanted - above) / weight.to(tl.float64)), 1.0).to(tl.int32)
             if needed < equals:
-                tie = tl.minimum(_id_of(place, listed, count, deepest, needed, TB), V)
+                tie = tl.minimum(_id_of(place, listed, _list(depths, deepest, listed), deepest, needed, TB), V)
     edge = _value(deepest)
     if has_k | (p < 1.0):
         tl.store(border + row, edge)
         tl.store(last_tie + row, tie)
     else:
         edge = float("-inf")
+    count = _list(depths, deepest, listed)
     _keep_masses(place, listed, count, sums, NB, edge, tie, least, NBP, TB)
 
 

@@ -32,9 +32,11 @@ from perdure.ops.triton.weights import (
     has_filter,
     is_adjusted,
     is_kept,
+    largest_of,
     read,
     scaled,
     top_of,
+    weight,
 )
 
 GROUP = 64  # blocks fetched together: each alone would wait for memory
@@ -42,7 +44,7 @@ GROUP = 64  # blocks fetched together: each alone would wait for memory
 
 @triton.jit
 def _mass_kernel(
-    logits, adjusted, asked, masks, best, best_id, temperature, top_k, top_p, sums, of_chunks, V, C, NB, stride,
+    logits, adjusted, asked, masks, best, temperature, top_k, top_p, sums, of_chunks, V, C, NB, stride,
     CHUNK: tl.constexpr, CP: tl.constexpr,
 ):  # fmt: skip
     """sums [n, nb] of a chunk's blocks. A thread has 8 values that lie together and those that come to them by halves,
@@ -53,7 +55,7 @@ def _mass_kernel(
     if (heat == 0.0) | ((k > 0) & (k < V)):
         return
     heat = tl.maximum(heat, COLDEST)
-    top, _, _ = top_of(best, best_id, row, C, CP)
+    top = largest_of(best, row, C, CP)
     elsewhere = is_adjusted(asked, masks, row)
     N: tl.constexpr = CHUNK // 64
     blocks = chunk * N + tl.arange(0, N)
@@ -62,8 +64,7 @@ def _mass_kernel(
     b = read(logits, adjusted, elsewhere, row, ids + 16, V, stride)
     c = read(logits, adjusted, elsewhere, row, ids + 32, V, stride)
     d = read(logits, adjusted, elsewhere, row, ids + 48, V, stride)
-    a, b = exp(scaled(a, top, heat)), exp(scaled(b, top, heat))
-    c, d = exp(scaled(c, top, heat)), exp(scaled(d, top, heat))
+    a, b, c, d = weight(a, top, heat), weight(b, top, heat), weight(c, top, heat), weight(d, top, heat)
     tl.store(sums + row * NB + blocks, halved_16((a + c) + (b + d), N))
     if tl.load(top_p + row) < 1.0:
         whole = (a.to(tl.float64) + b.to(tl.float64)) + (c.to(tl.float64) + d.to(tl.float64))
@@ -187,7 +188,7 @@ def weigh(x: Adjusted, s: Settings) -> Masses:
     sums = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
     of_chunks = torch.empty(num_rows, chunks, dtype=torch.float64, device=device)
     _mass_kernel[(num_rows, chunks)](
-        x.logits, x.values, s.asked, s.masks, x.best, x.best_id, s.temperature, s.top_k, s.top_p, sums, of_chunks,
+        x.logits, x.values, s.asked, s.masks, x.best, s.temperature, s.top_k, s.top_p, sums, of_chunks,
         vocab_size, chunks, num_blocks, x.logits.stride(0), CHUNK=CHUNK, CP=triton.next_power_of_2(chunks), num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -76,8 +76,13 @@ def _all(x, value):
 
 @triton.jit
 def exp(x):
-    """numpy's exp of fp32 for x <= 0, every rounding of it: the quotient of two polynomials and a power of 2."""
-    x = tl.maximum(x, -104.0)  # of which it is 0
+    """numpy's exp of fp32 for x <= 0, every rounding of it."""
+    return _exp(tl.maximum(x, -104.0))  # of which it is 0
+
+
+@triton.jit
+def _exp(x):
+    """The same for x >= -106: the quotient of two polynomials and a power of 2."""
     shifted = x * 1.4426950408889634 + 12582912.0  # ends in the power
     steps = shifted - 12582912.0
     r = tl.fma(steps, _all(x, -6.93145752e-1), x)
@@ -138,6 +143,13 @@ def read(logits, adjusted, elsewhere, row, ids, V, stride):
 
 
 @triton.jit
+def largest_of(best, row, C, CP: tl.constexpr):
+    """A row's largest value, of a row that has one."""
+    chunks = tl.arange(0, CP)
+    return tl.max(tl.load(best + row * C + chunks, mask=chunks < C, other=float("-inf")), 0)
+
+
+@triton.jit
 def top_of(best, best_id, row, C, CP: tl.constexpr):
     """A row's largest value, the first id that has it, and whether nothing can be drawn from the row."""
     chunks = tl.arange(0, CP)
@@ -166,6 +178,17 @@ def scaled(x, top, heat):
     else:
         x = tl.div_rn(x, _all(x, heat))
     return x
+
+
+@triton.jit
+def weight(x, top, heat):
+    """exp of `scaled`, where that alone is wanted."""
+    x = x - top
+    if _is_easy(top, heat):
+        w = _exp(quotient(tl.maximum(x, -105.0 * heat), _all(x, heat), _all(x, tl.div_rn(1.0, heat))))
+    else:
+        w = exp(tl.div_rn(x, _all(x, heat)))
+    return w
 
 
 @triton.jit
