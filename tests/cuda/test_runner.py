@@ -182,7 +182,8 @@ def test_a_row_that_ends_in_a_burst_writes_no_more(device):
     found = [again.run(Row(0, steps=6), Row(1, steps=6)) for _ in range(2)]
     pool, table = again.device._kv._pool, plan.table_page[: again.pages_per_slot]
     written = [bool(pool[:, :, :, page].any()) for page in table[:3]]
-    assert (found[0].tokens[:3], found[0].tokens[6:]) == (right[:3], right[6:])
+    # Once it has ended it may draw from anything, or nothing.
+    assert (found[0].tokens[:3], found[0].tokens[-6:]) == (right[:3], right[-6:])
     assert written == [True, True, False], written
     again.admit(0, 4)
     later = again.run(Row(0, prompt(4)), Row(1))
