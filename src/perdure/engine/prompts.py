@@ -68,7 +68,7 @@ def token_ids_of(
         return tokenizer.encode(prompt, add_special_tokens), prompt
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise InvalidValue(f"prompt={shown(prompt)} is neither text nor a list of token ids")
-    return [_id(at, token) for at, token in enumerate(prompt)], None
+    return _ids(prompt), None
 
 
 def _field(name: str, value: Any) -> Any:
@@ -85,6 +85,13 @@ def salt_of(prompt: Prompt) -> str | None:
     salt = prompt.get(_SALT) if isinstance(prompt, Mapping) else None
     check_salt(salt)
     return cast("str | None", salt)
+
+
+def _ids(tokens: Sequence[Any]) -> list[int]:
+    """Each as `_id` has it, most as they are: a long prompt is not gone through in Python."""
+    if set(map(type, tokens)) == {int} and min(tokens) >= -MAX_INTEGER and max(tokens) <= MAX_INTEGER:
+        return list(tokens)
+    return [_id(at, token) for at, token in enumerate(tokens)]
 
 
 def _id(at: int, token: Any) -> int:
