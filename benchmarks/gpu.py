@@ -55,11 +55,11 @@ def _job(name: str) -> dict[str, Section]:
 
 
 SECTIONS: dict[str, Section] = {
-    "engine": Section(engine, 170, is_alone=False),
-    "kernels": Section(kernels, 170, is_alone=False),
+    "engine": Section(engine, 215, is_alone=False),
+    "kernels": Section(kernels, 215, is_alone=False),
     "storms": Section(storms, 170, is_alone=False),
     "parity": Section(parity, 120, is_alone=False),
-    "flashinfer": Section(flashinfer, 200, is_alone=False),
+    "flashinfer": Section(flashinfer, 215, is_alone=False),
     "sanitizer": Section(sanitizer, 100),
     "attention": Section(attention, 45),
     **_job("nano"),
