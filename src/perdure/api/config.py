@@ -64,7 +64,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: what the seeds of requests without one are derived from, with their arrival. seed_policy: "per_replica" =
     with this engine's index, `replica`, too, so that replicas draw differently; "shared" = without it.
     device: "auto" = cuda where there is one. max_num_batched_tokens: most positions computed in one step; None = 512 on
-    a CPU, 8192 on CUDA. steps_in_flight: 1 = plan only after the step before is known, 2 = overlapped, up to 4.
+    a CPU, 8448 on CUDA. steps_in_flight: 1 = plan only after the step before is known, 2 = overlapped, up to 4.
     max_burst_ms: how long the device may go on alone, several steps at a time, where nobody waits and every request
     decodes; new requests and aborts wait that long. 0 = never; None = 200 on CUDA, 0 on a CPU. Unless all that runs is
     of `LLM`'s calls in this process, it is 10 at most.

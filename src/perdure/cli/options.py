@@ -53,7 +53,7 @@ class EngineOptions:
     max_model_len: Annotated[int | None, _engine("Longest request in tokens; without it, the model's limit.")] = None
     max_num_seqs: Annotated[int, _engine("Most requests that run together.")] = _ENGINE.max_num_seqs
     max_num_batched_tokens: Annotated[
-        int | None, _engine("Most positions in one step; without it, 512 on a CPU and 8192 on a GPU.")
+        int | None, _engine("Most positions in one step; without it, 512 on a CPU and 8448 on a GPU.")
     ] = None
     num_pages: Annotated[int | None, _engine("Pages of the KV pool; without it, as memory allows.")] = None
     page_size: Annotated[int, _engine("Tokens in one page.")] = _ENGINE.page_size

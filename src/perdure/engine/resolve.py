@@ -31,7 +31,7 @@ from perdure.runner.worker import ThreadedRunner
 if TYPE_CHECKING:
     from perdure.runner.cuda.runner import CudaRunner
 
-MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 64 * 132}  # of an H200: tiles of 256 x 128 then fill its processors
 MAX_BURST_MS = {"cpu": 0, "cuda": 200}  # a step is long on a CPU, and the host the same
 
 POOL_SHARE = 4
