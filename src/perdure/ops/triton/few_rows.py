@@ -25,6 +25,7 @@ from perdure.ops.residual import ReadProduct, Stream, WriteProduct
 from perdure.ops.triton.early import early_launch
 
 FEW = (1, 2, 4)  # rows: those of the smallest steps that graphs are captured for, so others need no kernel compiled
+MOST_DEPTH = 3072  # of sums of several rows: those of 4096 take twice as long as the library's
 UNROLLED = 4  # tiles of a sum whose order of loads is the compiler's
 
 
@@ -189,6 +190,10 @@ def few_rows_product(
     return y
 
 
+def _are_few(x: Tensor, w: Tensor) -> bool:
+    return len(x) == 1 or (len(x) in FEW and w.shape[1] <= MOST_DEPTH)
+
+
 class FewRowsProduct:
     """The library's product, or for few rows Triton's."""
 
@@ -196,7 +201,7 @@ class FewRowsProduct:
         self.w, self.b = w, b
 
     def __call__(self, x: Tensor) -> Tensor:
-        return few_rows_product(x, self.w, self.b) if len(x) in FEW else functional.linear(x, self.w, self.b)
+        return few_rows_product(x, self.w, self.b) if _are_few(x, self.w) else functional.linear(x, self.w, self.b)
 
 
 class FewRowsKernels:
@@ -210,7 +215,7 @@ class FewRowsKernels:
         w, b = product.w, product.b
 
         def read(stream: Stream) -> tuple[Stream, Tensor]:
-            if len(stream.x) not in FEW or stream.more is not None:
+            if stream.more is not None or not _are_few(stream.x, w):
                 return otherwise(stream)
             return stream, few_rows_product(stream.x, w, b, norm=norm_weight, eps=eps, gated=gated)
 
@@ -222,7 +227,7 @@ class FewRowsKernels:
         w, b = product.w, product.b
 
         def write(stream: Stream, y: Tensor) -> Stream:
-            if len(y) not in FEW or stream.more is not None:
+            if stream.more is not None or not _are_few(y, w):
                 return otherwise(stream, y)
             return Stream(few_rows_product(y, w, b, added=stream.x))
 
