@@ -91,9 +91,14 @@ def _added(rms_norm: Callable[[Tensor, Tensor, float], Tensor]) -> Callable[...,
     return add_norm
 
 
-def torch_kernels(form: str, multiply: LinearForm | None = None) -> Kernels:
-    """Torch's functions, with the products of this form (`LINEAR_FORMS`), or those that are given."""
+def torch_kernels(form: str, multiply: LinearForm | None = None, *, version: str = "") -> Kernels:
+    """Torch's functions, with the products of this form (`LINEAR_FORMS`), or those that are given.
+
+    version: in words; left out, it is a CPU's, with the reason if the kernels in C are not here.
+    """
     multiply = multiply or LINEAR_FORMS[form]
+    if not version:
+        version = f"torch {torch.__version__}" + (f" (not compiled: {why_not()})" if why_not() else "")
 
     def linear(w: Weight, b: Tensor | None) -> Product:
         if isinstance(w, Float8Weight):
@@ -107,7 +112,7 @@ def torch_kernels(form: str, multiply: LinearForm | None = None) -> Kernels:
 
     return Kernels(
         name=form,
-        version=f"torch {torch.__version__}" + (f" (not compiled: {why_not()})" if why_not() else ""),
+        version=version,
         row_tile=row_tile(form),
         linear=linear,
         embedding=embedding,
@@ -161,10 +166,12 @@ def triton_kernels(*, batch_invariant: bool) -> Kernels:
     from perdure.ops.triton import float8 as float8_on_gpu
     from perdure.ops.triton import linear as products
 
+    version = f"torch {torch.__version__}, triton {triton.__version__}"
     if batch_invariant:
-        plain = torch_kernels("triton", products.invariant)
+        plain = torch_kernels("triton", products.invariant, version=version)
     else:
-        plain = replace(torch_kernels("plain", few_rows.FewRowsProduct), few_rows=few_rows.FewRowsKernels())
+        plain = torch_kernels("plain", few_rows.FewRowsProduct, version=version)
+        plain = replace(plain, few_rows=few_rows.FewRowsKernels())
 
     def linear(w: Weight, b: Tensor | None) -> Product:
         return float8_on_gpu.product(w, b) if isinstance(w, Float8Weight) else plain.linear(w, b)
@@ -172,7 +179,6 @@ def triton_kernels(*, batch_invariant: bool) -> Kernels:
     return replace(
         plain,
         linear=linear,
-        version=f"torch {torch.__version__}, triton {triton.__version__}",
         rms_norm=rows.rms_norm,
         rms_norm_once=rows.rms_norm_once,
         add_norm=rows.add_norm,
@@ -199,7 +205,7 @@ def choose_kernels(name: str, device: torch.device, dtype: torch.dtype, *, batch
             return triton_kernels(batch_invariant=name == "triton")
         if name != "reference":
             raise ValueError(f"linear={name!r} is for a CPU; on CUDA there are auto, triton, plain, reference")
-        return torch_kernels(name)
+        return torch_kernels(name, version=f"torch {torch.__version__}")
     if name == "triton":
         raise ValueError(f"linear='triton' is for CUDA, not {device}")
     fits = device.type == "cpu" and dtype == torch.float32
