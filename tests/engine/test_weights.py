@@ -192,10 +192,10 @@ def test_weights_written_in_part_serve_nobody_until_a_whole_update(
     store_type = type(llm._engine.resolved.loaded.weights.open(other))
     pieces = store_type.pieces
 
-    def breaks(self: Any, part: Any) -> Iterator[Any]:
+    def breaks(self: Any, part: Any, *how: Any) -> Iterator[Any]:
         if "layers.1." in part.hf:
             raise OSError("the disk is gone")
-        yield from pieces(self, part)
+        yield from pieces(self, part, *how)
 
     if was_paused:
         halted(llm, brake, llm.pause)

@@ -23,6 +23,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from torch import Tensor
 
 from perdure.api.errors import ModelLoadError
+from perdure.models.reading import Room, read_bytes
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -88,10 +89,10 @@ class GGUFFile:
         """What rows of a tensor come out in."""
         return PLAIN_TYPES.get(self.tensors[name].type, torch.float32)
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start .. stop - 1 of a tensor, decoded if it is quantised (of a vector: its elements)."""
+    def rows(self, name: str, start: int, stop: int, room: Room = bytearray) -> Tensor:
+        """Rows start .. stop - 1 of a tensor, read into `room`, decoded if it is quantised (of a vector: elements)."""
         tensor = self.tensors[name]
-        data = self._bytes(name, start, stop)
+        data = self._bytes(name, start, stop, room)
         shape = (stop - start, *tensor.shape[1:])
         if tensor.type in PLAIN_TYPES:
             return torch.frombuffer(data, dtype=PLAIN_TYPES[tensor.type]).view(shape)
@@ -105,15 +106,10 @@ class GGUFFile:
             return self.rows(name, start, stop)
         return torch.frombuffer(self._bytes(name, start, stop), dtype=torch.uint8).view(stop - start, -1)
 
-    def _bytes(self, name: str, start: int, stop: int) -> bytearray:
+    def _bytes(self, name: str, start: int, stop: int, room: Room = bytearray) -> bytearray | memoryview:
         tensor = self.tensors[name]
-        data = bytearray((stop - start) * tensor.row_bytes)
-        with self.path.open("rb") as file:
-            file.seek(tensor.begin + start * tensor.row_bytes)
-            complete = file.readinto(data) == len(data)
-        if not complete:
-            raise ModelLoadError(f"{self.path}: the file ended inside tensor {name!r} while it was being read")
-        return data
+        begin = tensor.begin + start * tensor.row_bytes
+        return read_bytes(self.path, name, begin, (stop - start) * tensor.row_bytes, room)
 
 
 class _Header:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from perdure.api.errors import ModelLoadError
+from perdure.models.reading import Room, read_bytes
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -43,18 +44,12 @@ class SafetensorsFile:
     def dtype(self, name: str) -> torch.dtype:
         return DTYPES[self.tensors[name].type]
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start .. stop - 1 of a tensor in the type it is stored in (of a vector: its elements)."""
+    def rows(self, name: str, start: int, stop: int, room: Room = bytearray) -> Tensor:
+        """Rows start .. stop - 1 of a tensor in the type it is stored in (of a vector: its elements), in `room`."""
         tensor = self.tensors[name]
         dtype = DTYPES[tensor.type]
         row_bytes = math.prod(tensor.shape[1:]) * dtype.itemsize
-        begin = tensor.begin + start * row_bytes
-        data = bytearray((stop - start) * row_bytes)
-        with self.path.open("rb") as file:
-            file.seek(begin)
-            complete = file.readinto(data) == len(data)
-        if not complete:
-            raise ModelLoadError(f"{self.path}: the file ended inside tensor {name!r} while it was being read")
+        data = read_bytes(self.path, name, tensor.begin + start * row_bytes, (stop - start) * row_bytes, room)
         return torch.frombuffer(data, dtype=dtype).view(stop - start, *tensor.shape[1:])
 
 

@@ -14,6 +14,7 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -24,6 +25,7 @@ from perdure.api.errors import InvalidValue, ModelLoadError
 from perdure.models.base import ModelConfig, Part, Parts
 from perdure.models.config import read_json
 from perdure.models.gguf_file import GGUFFile
+from perdure.models.reading import Room
 from perdure.models.safetensors_file import SafetensorsFile
 from perdure.ops.float8 import E4M3, Float8Weight
 from perdure.ops.kernels import Weight
@@ -36,6 +38,18 @@ PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 PIECE_SIZE = 1 << 15
 """Elements converted at once: as many as torch still copies on the calling thread. Waking others for so little work
 makes a load several times longer on a busy machine, and gains nothing on an idle one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How stored tensors are read: in pieces of some `size` elements, the bytes of each into what `room` gives. A piece
+    is used before room is asked for again."""
+
+    size: int = PIECE_SIZE
+    room: Room = bytearray
+
+
+READING = Reading()
 
 
 class StoredTensor(Protocol):
@@ -56,7 +70,7 @@ class TensorFile(Protocol):
 
     def dtype(self, name: str) -> torch.dtype: ...
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor: ...
+    def rows(self, name: str, start: int, stop: int, room: Room = bytearray) -> Tensor: ...
 
 
 TENSORS = Path("<tensors>")
@@ -77,7 +91,7 @@ class TensorsInMemory:
     def dtype(self, name: str) -> torch.dtype:
         return self._given[name].dtype
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
+    def rows(self, name: str, start: int, stop: int, room: Room = bytearray) -> Tensor:
         tensor = self._given[name]
         return tensor[start:stop] if tensor.dim() else tensor[None]
 
@@ -124,6 +138,11 @@ class Store:
         file = self.files.get(self._name(part))
         return file is not None and len(part.shape) == 2 and file.dtype(self._name(part)) == E4M3
 
+    def holds(self, parts: Parts, dtype: torch.dtype) -> bool:
+        """Whether the files hold these in this type. Vectors do not count: they are small."""
+        names = [self._name(part) for part in parts if len(part.shape) > 1]
+        return all(self.files[name].dtype(name) == dtype for name in names)
+
     def row_factors(self, part: Part) -> Tensor:
         """What each row of a part in 8 bits is to be multiplied by, fp32."""
         name = self._name(part) + SCALE
@@ -133,9 +152,9 @@ class Store:
         self.checksums[part.hf + SCALE] = zlib.crc32(stored.contiguous().view(torch.uint8).numpy().data)
         return stored.float().flatten().expand(part.shape[0])
 
-    def pieces(self, part: Part) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, part: Part, reading: Reading = READING) -> Iterator[tuple[int, Tensor]]:
         """The part in order: the first row of each piece, and its rows in the type they are stored in."""
-        return self._summed(part, self._pieces(part))
+        return self._summed(part, self._pieces(part, reading))
 
     def _summed(self, part: Part, pieces: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
         checksum = 0
@@ -144,20 +163,21 @@ class Store:
             yield start, rows
         self.checksums[part.hf] = checksum
 
-    def _pieces(self, part: Part) -> Iterator[tuple[int, Tensor]]:
+    def _pieces(self, part: Part, reading: Reading) -> Iterator[tuple[int, Tensor]]:
         name, num_rows = self._name(part), part.shape[0]
         file = self.files[name]
         if part.rotary_heads and self.interleaved:
             head_dim = num_rows // part.rotary_heads
             for start in range(0, num_rows, head_dim):
-                pairs = file.rows(name, start, start + head_dim)  # rows i and i + head_dim / 2 lie side by side
+                # rows i and i + head_dim / 2 lie side by side
+                pairs = file.rows(name, start, start + head_dim, reading.room)
                 yield start, pairs[0::2]
                 yield start + head_dim // 2, pairs[1::2]
             return
-        step = max(PIECE_SIZE // math.prod(part.shape[1:]), 1)
+        step = max(reading.size // math.prod(part.shape[1:]), 1)
         added = part.gguf_added if self.names == "gguf" else 0.0
         for start in range(0, num_rows, step):
-            rows = file.rows(name, start, min(start + step, num_rows))
+            rows = file.rows(name, start, min(start + step, num_rows), reading.room)
             yield start, rows - added if added else rows
 
     def stored_pieces(self, part: Part) -> Iterator[tuple[int, Tensor]]:
@@ -182,26 +202,34 @@ class Store:
 
     def fill(self, weight: Weight, parts: Parts, *, keep_blocks: bool = False) -> None:
         """Write the parts into the weight, joined along their rows: converted, or (keep_blocks) as they are stored."""
-        offset = 0
-        for number, part in enumerate(parts):
+        for number, (first, part) in enumerate(placed(parts)):
             if isinstance(weight, JoinedWeight) and keep_blocks:
                 for start, rows in self.stored_pieces(part):
                     weight.parts[number].fill(start, rows)
-                continue
-            factors = self.row_factors(part) if self.is_float8(part) else None
-            for start, rows in self.pieces(part):
-                if isinstance(weight, JoinedWeight):
-                    weight.parts[0].fill(offset + start, rows)
-                elif isinstance(weight, Float8Weight) and factors is not None:
-                    weight.fill_codes(offset + start, rows, factors[start : start + rows.shape[0]])
-                elif isinstance(weight, Float8Weight):
-                    weight.fill(offset + start, rows)
-                else:
-                    weight[offset + start : offset + start + rows.shape[0]] = rows
-            offset += part.shape[0]
+            else:
+                self.fill_part(weight, first, part)
+
+    def fill_part(self, weight: Weight, first: int, part: Part, reading: Reading = READING) -> None:
+        """Write one part into rows first .. of the weight, converted. Copies to another device are not waited for."""
+        factors = self.row_factors(part) if self.is_float8(part) else None
+        for start, rows in self.pieces(part, reading):
+            if isinstance(weight, JoinedWeight):
+                weight.parts[0].fill(first + start, rows)
+            elif isinstance(weight, Float8Weight) and factors is not None:
+                weight.fill_codes(first + start, rows, factors[start : start + rows.shape[0]])
+            elif isinstance(weight, Float8Weight):
+                weight.fill(first + start, rows)
+            else:
+                weight[first + start : first + start + rows.shape[0]].copy_(rows, non_blocking=True)
 
     def _name(self, part: Part) -> str:
         return part.hf if self.names == "hf" else part.gguf
+
+
+def placed(parts: Parts) -> list[tuple[int, Part]]:
+    """Each part with the row of the weight that it begins at."""
+    ends = accumulate(part.shape[0] for part in parts)
+    return [(end - part.shape[0], part) for end, part in zip(ends, parts, strict=True)]
 
 
 def digest_of(config: ModelConfig, numbers: Mapping[str, int]) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 from perdure.api.errors import InvalidValue, ModelLoadError, ModelNotFound
 from perdure.models.base import Family, ModelConfig, Part, Parts, Weights, joined_shape
 from perdure.models.config import config_from_directory, config_from_gguf
+from perdure.models.filling import Filling
 from perdure.models.float8 import StoredFloat8
 from perdure.models.registry import find_family
 from perdure.models.store import Store, digest_of, directory_store, gguf_store, open_gguf, store_of_tensors
@@ -60,6 +61,7 @@ class WeightSet:
         self._dtype = dtype
         self.digest = digest
         self.is_whole = True
+        self._coming: tuple[Store, Filling] | None = None
         self._file: BinaryIO | None = None
         self._copies: list[Tensor] = []
         self._is_freed = False
@@ -122,18 +124,47 @@ class WeightSet:
     def load(self, store: Store) -> None:
         """Write the store's weights over those in use, which are not whole from the first byte to the last."""
         assert not self._is_freed, "weights are loaded while their memory is given back"
-        weights = self._weights
+        first, *_ = self._parameters.values()
+        next(iter(store.pieces(first[0])))  # what cannot be read at all has changed nothing
+        if self._is_on_gpu:
+            self.begin(store)
+            self.finish()
+            return
         for name, parts in self._parameters.items():
-            if name in weights.products:
+            if (product := self._weights.products.get(name)) is not None:
                 dense = torch.empty(joined_shape(parts), dtype=self._dtype)
                 store.fill(dense, parts)
                 self.is_whole = False
-                weights.products[name].load(dense)
-            if name in weights:
-                next(iter(store.pieces(parts[0])))  # what cannot be read at all has changed nothing
+                product.load(dense)
+            if name in self._weights:
                 self.is_whole = False
-                store.fill(weights[name], parts, keep_blocks=self._keeps_blocks)
-        for tensor, make in weights.derived:
+                store.fill(self._weights[name], parts, keep_blocks=self._keeps_blocks)
+        self._loaded(store)
+
+    def begin(self, store: Store) -> None:
+        """The same of a GPU's, without waiting for it: until `finish`, what the weights hold means nothing.
+
+        What is stored otherwise than it is held takes memory of the GPU on its way, which is to be measured meanwhile:
+        such weights are waited for here.
+        """
+        here = [(weight, self._parameters[name]) for name, weight in self._weights.items()]
+        device = next(weight.device for weight in self._weights.values() if isinstance(weight, Tensor))
+        self.is_whole = False
+        filling = Filling(store, here, device)
+        self._coming = store, filling
+        if filling.converts:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what was begun, if anything was. Raises what its reading raised."""
+        if self._coming is not None:
+            store, filling = self._coming
+            self._coming = None
+            filling.finish()
+            self._loaded(store)
+
+    def _loaded(self, store: Store) -> None:
+        for tensor, make in self._weights.derived:
             tensor.copy_(make())
         self.digest = digest_of(self._config, store.checksums)
         self.is_whole = True

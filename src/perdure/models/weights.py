@@ -119,6 +119,7 @@ def load_model(
         measured = choose(native, [shape for shape in shapes.values() if len(shape) == 2])
     num_parameters = sum(math.prod(joined_shape(parts)) for parts in parameters.values())
     draw = _Drawing(chosen, device, seed)
+    is_on_gpu = device.type == "cuda"
     weights: dict[str, Weight] = {}
     for name, parts in parameters.items():
         shape = joined_shape(parts)
@@ -127,23 +128,27 @@ def load_model(
             weight = Float8Weight(shape, device, native, None if config.float8 is None else config.float8.most)
             if store is None:
                 weight.fill(0, draw(name, parts))
-            else:
-                store.fill(weight, parts)
             weights[name] = weight
         elif store is None:
             weights[name] = _packed(draw(name, parts), native)
         elif native is None or len(shape) == 1 or measured.is_packed(shape):
-            weights[name] = _read(store, parts, chosen, device)
+            weights[name] = torch.empty(shape, dtype=chosen, device=device)
         else:
-            weights[name] = _read_packed(store, parts, native, keep=keep)
+            weights[name] = _to_be_packed(store, parts, native, keep=keep)
+        if store is not None and not is_on_gpu:
+            store.fill(weights[name], parts, keep_blocks=keep)
     num_bytes = sum(w.nbytes if isinstance(w, Tensor) else w.num_bytes for w in weights.values())
     digest = digest_of(config, {"seed": seed} if store is None else store.checksums)
     held = Weights(weights)
     del weights
     model = family.build(config, held, kernels)
+    weight_set = WeightSet(config, family, held, keeps_blocks=keep, dtype=chosen, digest=digest)
+    if store is not None and is_on_gpu:
+        weight_set.begin(store)
+        weight_set.finish()
     return LoadedModel(
         model=model,
-        weights=WeightSet(config, family, held, keeps_blocks=keep, dtype=chosen, digest=digest),
+        weights=weight_set,
         config=config,
         dtype=chosen,
         kernels=kernels,
@@ -209,19 +214,10 @@ def _packed(weight: Tensor, native: Library | None) -> Weight:
     return weight if native is None or weight.dim() == 1 else packed_floats(native, weight)
 
 
-def _read_packed(store: Store, parts: Parts, native: Library, *, keep: bool) -> JoinedWeight:
-    """One weight of products in the layout of the kernels: expanded to fp32, or (keep) in the types it is stored in."""
+def _to_be_packed(store: Store, parts: Parts, native: Library, *, keep: bool) -> JoinedWeight:
+    """Room for a weight of products in the layout of the kernels: fp32, or (keep) the types it is stored in."""
     shapes = [(packed_type(store, part), part.shape) for part in parts] if keep else [("f32", joined_shape(parts))]
-    weight = JoinedWeight(tuple(PackedWeight(native, stored, *shape) for stored, shape in shapes))
-    store.fill(weight, parts, keep_blocks=keep)
-    return weight
-
-
-def _read(store: Store, parts: Parts, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One weight of the model, its parts joined along their rows."""
-    weight = torch.empty(joined_shape(parts), dtype=dtype, device=device)
-    store.fill(weight, parts)
-    return weight
+    return JoinedWeight(tuple(PackedWeight(native, stored, *shape) for stored, shape in shapes))
 
 
 class _Drawing:

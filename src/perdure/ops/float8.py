@@ -41,7 +41,8 @@ def quantised_rows(x: Tensor, most: float | None = None) -> tuple[Tensor, Tensor
     largest = x.abs().amax(1)
     if most is not None:
         largest = largest.clamp(max=most)
-    factors = torch.where(largest == 0, 1.0, largest / MOST)
+    most_of_all = torch.full_like(largest, MOST)  # a GPU multiplies by the reciprocal of a plain number
+    factors = torch.where(largest == 0, 1.0, largest / most_of_all)
     return to_e4m3(x / factors[:, None]), factors
 
 
@@ -71,18 +72,19 @@ class Float8Weight:
         return self.factors.nbytes + (self.codes.nbytes if isinstance(self.codes, Tensor) else self.codes.num_bytes)
 
     def fill(self, first: int, rows: Tensor) -> None:
-        """Rows first .. of the weight [r, K], rounded."""
-        self.fill_codes(first, *quantised_rows(rows))
+        """Rows first .. of the weight [r, K], rounded where the weight lies."""
+        self.fill_codes(first, *quantised_rows(rows.to(self.factors.device, non_blocking=True)))
 
     def fill_codes(self, first: int, codes: Tensor, factors: Tensor) -> None:
         """Rows first .. as they were rounded elsewhere: codes [r, K] and factors [r]."""
         rows = slice(first, first + codes.shape[0])
+        codes, factors = (one.to(self.factors.device, non_blocking=True) for one in (codes, factors))
         unusable = codes.float().isnan().any(1)  # panels hold no NaN
-        self.factors[rows] = torch.where(unusable, torch.nan, factors.float()).to(self.factors.device)
+        self.factors[rows] = torch.where(unusable, torch.nan, factors.float())
         if isinstance(self.codes, PackedWeight):
             self.codes.fill(first, codes.float().nan_to_num(0.0))
         else:
-            self.codes[rows, : self.shape[1]] = codes.to(self.codes.device)
+            self.codes[rows, : self.shape[1]] = codes
 
     def memories(self) -> list[Tensor]:
         """All it holds, as bytes."""
