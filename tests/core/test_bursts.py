@@ -32,6 +32,11 @@ def test_how_long_a_burst_is(
     assert budget.burst(left, room, most, num_free, 4) == (lengths, pages)
 
 
+@pytest.mark.parametrize(("num_decodes", "left"), [(1, 511), (256, 256), (257, 8192 - 257)])
+def test_what_is_left_for_prompts_beside_rows_that_decode(num_decodes: int, left: int) -> None:
+    assert budget.beside(num_decodes, 8192, 512) == left
+
+
 def begun(*prompts: list[int], **params: Any) -> Bench:
     """A bench whose requests decode, each with one token so far."""
     bench = Bench(max_num_seqs=3)

@@ -97,6 +97,26 @@ def test_eager_and_mixed_graphs(gpu, model, graphs):
     assert (replays > 0) == ("num_cuda_graphs" not in graphs)
 
 
+def test_mixed_graphs_with_the_form_for_hopper(gpu, tmp_path):
+    """Scores of ids that are given, of prompts and rows that decode in one captured step, against steps as they are."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("not a Hopper GPU")
+    model = make_tiny_llama(tmp_path, hidden_size=256, dtype="bfloat16")  # heads of 64
+    given = tuple(prompt(24, seed=9))
+    params = SamplingParams(max_tokens=24, forced_token_ids=given, logprobs=0, prompt_logprobs=0)
+    config = {"dtype": "bfloat16", "attention_backend": "hopper", "max_num_batched_tokens": 48}
+    right, _, _ = run(model, "cuda", params, **config, num_cuda_graphs=0)
+    found, stats, replays = run(model, "cuda", params, **config)
+    assert replays == stats.num_steps
+    for one, two in zip(found, right, strict=True):
+        for ours, theirs in (
+            (one.outputs[0].logprobs, two.outputs[0].logprobs),
+            (one.prompt_logprobs, two.prompt_logprobs),
+        ):
+            chosen = [torch.tensor(scores.chosen) for scores in (ours, theirs)]
+            torch.testing.assert_close(*chosen, atol=1.5, rtol=0.05, equal_nan=True)  # of logits of size 30
+
+
 def test_back_optimized(gpu, model, monkeypatch):
     """Fused layer modules against plain ones on the same device, where theirs is the forward that runs."""
     ran: Counter[str] = Counter()

@@ -112,7 +112,7 @@ def test_graph_rows(sizing: str, all_prefills: bool, make_llm: MakeLLM, check_as
 def test_feat_cuda_graph(depth: int, make_llm: MakeLLM, check_as_promised: Check) -> None:
     """Four graphs of at most 16 tokens: steps that decode are padded, prompts run as they are."""
     config = {"steps_in_flight": depth, "enable_prefix_caching": False, "batch_invariant": False}
-    llm = make_llm(num_cuda_graphs=4, cuda_graph_max_tokens=16, max_num_seqs=16, **config)
+    llm = make_llm(num_cuda_graphs=4, cuda_graph_max_tokens=16, cuda_graph_mixed_prefill=0, max_num_seqs=16, **config)
     watch = StepWatch(llm)
     prompts = [prompt(length) for length in (5, 17, 33, 9, 20)]
     outputs = llm.generate(prompts, settings(logprobs=1))

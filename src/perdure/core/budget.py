@@ -35,6 +35,14 @@ def burst(
     return [1] * len(left), [0] * len(left)
 
 
+def beside(num_decodes: int, most: int, most_mixed: int) -> int:
+    """How many positions of prompts a step has beside so many rows that decode. most, most_mixed: positions of any
+    step, and those that one which others wait for should have. Where that leaves less than half of it, prompts would
+    take too long: then they have what any step has."""
+    left = most_mixed - num_decodes
+    return left if 2 * left >= most_mixed else most - num_decodes
+
+
 def likely_steps(state: RequestState) -> int:
     """How many more the request will take part in."""
     left = state.last_position - state.num_planned

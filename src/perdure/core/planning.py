@@ -6,6 +6,7 @@
   that waits for a prefix which another computes is passed over too, and a slot and its pages are kept for it.
 - Pages for a prefill are taken whole at admission, so a prefill never stalls; a decoding row takes one at a time.
 - Without a page somebody is put aside (`preempt`).
+- A step in which somebody decodes has fewer tokens of prompts (`budget.beside`), unless nobody follows any request.
 - Where nobody could be taken in, and everybody decodes, they get several steps in a row (`budget.burst`).
 - Work is O(rows), never O(context).
 """
@@ -64,9 +65,9 @@ class Planning:
         prefills: list[RequestState] = []
         decodes: list[RequestState] = []
         num_unfinished = 0
-        page_size = self._config.page_size
-        host_has_a_say = any(s.needs_host and s.draws_in_flight for s in self._requests.residents)
-        for state in tuple(self._requests.residents):
+        config, requests = self._config, self._requests
+        host_has_a_say = any(s.needs_host and s.draws_in_flight for s in requests.residents)
+        for state in tuple(requests.residents):
             if not state.is_resident:
                 continue  # evicted for one before it
             planned = state.num_planned
@@ -76,13 +77,16 @@ class Planning:
             elif planned < state.last_position and len(decodes) < draft.tokens_left:
                 if state.needs_host and host_has_a_say:
                     continue  # its neighbours go on; those like it go together, so that no step is half full
-                if planned == len(state.pages) * page_size and not self._grow(state, draft):
+                if planned == len(state.pages) * config.page_size and not self._grow(state, draft):
                     continue
                 decodes.append(state)
         lengths = [1] * len(decodes)
         if most_steps > 1 and 0 < len(decodes) == num_unfinished:
             lengths = self._burst(draft, decodes, most_steps)
         draft.decode(decodes, lengths)
+        if decodes and requests.num_open and config.max_num_mixed_tokens:
+            most = budget.beside(len(decodes), config.max_num_batched_tokens, config.max_num_mixed_tokens)
+            draft.tokens_left = min(draft.tokens_left, most)
         for state in prefills:
             if draft.tokens_left > 0 and state.is_resident:
                 self._prefill(state, draft)

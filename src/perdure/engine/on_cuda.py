@@ -53,6 +53,13 @@ def _largest_step(config: EngineConfig, loaded: LoadedModel, max_model_len: int)
     return peak
 
 
+def rules(config: EngineConfig, max_model_len: int) -> ShapeRules | None:
+    """Of the shapes that are captured; None: there are none."""
+    if config.num_cuda_graphs == 0 or config.attention_backend in EAGER:
+        return None
+    return ShapeRules.of(config, max_model_len)
+
+
 def make_runner(config: EngineConfig, core: CoreConfig, loaded: LoadedModel, grammars: Grammars) -> CudaRunner:
     """Raises `MemoryError` where the pool has no room, `InvalidValue` for settings that do not fit."""
     return _runner(
@@ -72,9 +79,6 @@ def _runner(
     from perdure.runner.cuda.runner import CudaRunner
 
     assert config.max_num_batched_tokens is not None
-    rules = None
-    if captures and config.num_cuda_graphs != 0 and config.attention_backend not in EAGER:
-        rules = ShapeRules.of(config, max_model_len)
     try:
         return CudaRunner(
             loaded.model,
@@ -90,7 +94,7 @@ def _runner(
             batch_invariant=bool(config.batch_invariant),
             sampling_backend=config.sampling_backend,
             has_managed_pages=config.kv_memory == "managed",
-            rules=rules,
+            rules=rules(config, max_model_len) if captures else None,
             weights=loaded.weights,
             grammars=grammars,
         )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 64 * 132}  # of an H200: tiles of 256 x 128 then fill its processors
 MAX_BURST_MS = {"cpu": 0, "cuda": 200}  # a step is long on a CPU, and the host the same
+MIXED_PREFILL = {"cpu": 0, "cuda": 4}  # padding is work that only a graph pays back
 
 POOL_SHARE = 4
 """The pool takes at most one part in so many of the memory that is free."""
@@ -155,12 +156,14 @@ def _for_device(config: EngineConfig) -> EngineConfig:
     if device == "cpu" and config.kv_memory == "managed":
         raise InvalidValue("kv_memory='managed' is for device='cuda': on a CPU there is one memory")
     most, invariant, burst_ms = config.max_num_batched_tokens, config.batch_invariant, config.max_burst_ms
+    mixed = config.cuda_graph_mixed_prefill
     return replace(
         config,
         device=device,
         max_num_batched_tokens=MAX_BATCHED_TOKENS[device] if most is None else most,
         batch_invariant=device == "cpu" if invariant is None else invariant,
         max_burst_ms=MAX_BURST_MS[device] if burst_ms is None else burst_ms,
+        cuda_graph_mixed_prefill=MIXED_PREFILL[device] if mixed is None else mixed,
     )
 
 
@@ -185,10 +188,17 @@ def _runner(config: EngineConfig, core: CoreConfig, loaded: LoadedModel, grammar
         attention_backend=config.attention_backend,
         row_tile=loaded.kernels.row_tile,
         kv_dtype=page_dtype(config.kv_cache_dtype),
-        rules=ShapeRules.of(config, core.max_model_len) if config.num_cuda_graphs > 0 else None,
+        rules=_rules(config, core.max_model_len),
         weights=loaded.weights,
         grammars=grammars,
     )
+
+
+def _rules(config: EngineConfig, max_model_len: int) -> ShapeRules | None:
+    """Of the shapes of steps; None: there are none."""
+    if config.device == "cuda":
+        return on_cuda.rules(config, max_model_len)
+    return ShapeRules.of(config, max_model_len) if config.num_cuda_graphs > 0 else None
 
 
 def _tokenizer(config: EngineConfig, loaded: LoadedModel) -> Tokenizer | None:
@@ -213,6 +223,7 @@ def _core_config(config: EngineConfig, loaded: LoadedModel) -> tuple[CoreConfig,
     dtype = page_dtype(config.kv_cache_dtype, *((loaded.dtype,) if on_gpu else ()))
     page_bytes = kv_bytes_per_page(shape, config.page_size, dtype)
     assert config.max_num_batched_tokens is not None
+    rules = _rules(config, max_model_len)
     num_pages = config.num_pages or _num_pages(config, loaded, max_model_len, page_bytes)
     core = CoreConfig(
         num_pages=num_pages,
@@ -220,6 +231,7 @@ def _core_config(config: EngineConfig, loaded: LoadedModel) -> tuple[CoreConfig,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_mixed_tokens=0 if rules is None else rules.most_mixed,
         vocab_size=shape.vocab_size,
         end_token_ids=shape.eos_token_ids,
         paused_pages=num_pages // 10 if config.paused_pages is None else config.paused_pages,

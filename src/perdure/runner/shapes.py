@@ -59,7 +59,7 @@ class ShapeRules:
     def of(config: EngineConfig, max_len: int) -> ShapeRules:
         """As configured, for requests of this length at most."""
         most = config.max_num_batched_tokens
-        assert most is not None and config.num_cuda_graphs != 0
+        assert most is not None and config.num_cuda_graphs != 0 and config.cuda_graph_mixed_prefill is not None
         return ShapeRules(
             max_rows=min(config.max_num_seqs, most),
             max_len=max_len,
@@ -77,6 +77,11 @@ class ShapeRules:
         if self.all_prefills:
             return self.max_tokens
         return min(max(self.most_tokens, self.max_rows), self.max_tokens)
+
+    @property
+    def most_mixed(self) -> int:
+        """Tokens of the largest step with prompts that is captured; 0 = there is none."""
+        return self.ceiling if self.mixed_prefills else 0
 
 
 def exponential(most: int, count: int, least: int = 1) -> list[int]:

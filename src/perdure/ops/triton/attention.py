@@ -28,6 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from perdure.ops.rope import Turning
 from perdure.ops.triton.early import early_launch
+from perdure.ops.triton.launches import cdiv, power_of_2
 from perdure.ops.triton.pages import as_stored
 from perdure.ops.triton.ranges import combine_kernel, faded_by, first_key, join_kernel, joined, range_of
 from perdure.ops.triton.rows import turned_heads
@@ -270,7 +271,7 @@ def num_programs(num_rows: int, num_kv_heads: int, most: int) -> int:
 
 def _padded(dim: int) -> int:
     """A head's size as products take it."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, power_of_2(dim))
 
 
 def _stages(q: Tensor, most: int) -> int:
@@ -304,9 +305,9 @@ def attend_decode(
         return
     num_kv_heads, page = cache.shape[1], cache.shape[3]
     group, padded, factor = num_heads // num_kv_heads, _padded(dim), _factor(scale, softcap)
-    rows = max(LEAST_ROWS if invariant else 16, triton.next_power_of_2(group))
+    rows = max(LEAST_ROWS if invariant else 16, power_of_2(group))
     split = SPLIT if invariant else 0
-    most = triton.cdiv(table.shape[1] * page, SPLIT) if invariant else MOST_RANGES
+    most = cdiv(table.shape[1] * page, SPLIT) if invariant else MOST_RANGES
     shared = num_programs(num_rows, num_kv_heads, most)
     ranges = most if invariant else shared
     early = early_launch(q.device)
@@ -328,12 +329,12 @@ def attend_decode(
     )  # fmt: skip
     if shared > 1 and not invariant:
         join_kernel[(num_rows, num_heads)](
-            partial, sums, index, positions, out, factor, ranges, RANGES=triton.next_power_of_2(ranges), D=dim,
+            partial, sums, index, positions, out, factor, ranges, RANGES=power_of_2(ranges), D=dim,
             DP=padded, BLOCK=BLOCK, WINDOW=window or 0, EARLY=bool(early), num_warps=4, **early,
         )  # fmt: skip
     elif shared > 1:
         combine_kernel[(num_rows, num_kv_heads)](
-            partial, sums, index, positions, out, factor, ranges, GP=triton.next_power_of_2(group), G=group, D=dim,
+            partial, sums, index, positions, out, factor, ranges, GP=power_of_2(group), G=group, D=dim,
             DP=padded, BLOCK=BLOCK, SPLIT=split, WINDOW=window or 0, num_warps=1, enable_fp_fusion=not invariant,
         )  # fmt: skip
 

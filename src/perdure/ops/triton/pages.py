@@ -14,6 +14,7 @@ from torch import Tensor
 
 from perdure.ops.rope import Turning
 from perdure.ops.triton.early import early_launch
+from perdure.ops.triton.launches import cdiv, power_of_2
 from perdure.ops.triton.rows import TILE, turned_heads
 
 
@@ -32,7 +33,7 @@ def fill_pages(pool: Tensor, pages: Tensor, value: float) -> None:
     if pages.numel():
         num_planes = pool.shape[0] * pool.shape[1] * pool.shape[2]
         size = pool.stride(3)
-        block = min(2048, triton.next_power_of_2(size))
+        block = min(2048, power_of_2(size))
         _fill_kernel[(pages.numel(), num_planes)](
             pool, pages, pool.stride(2), size, value, SIZE=size, BLOCK=block, num_warps=4
         )
@@ -71,8 +72,8 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None
     if num_rows:
         _write_kernel[(num_rows,)](
             keys, values, cache, slots, num_heads, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-            cache.stride(0), cache.stride(1), D=dim, HEADS=triton.next_power_of_2(num_heads),
-            BLOCK=triton.next_power_of_2(dim), num_warps=4,
+            cache.stride(0), cache.stride(1), D=dim, HEADS=power_of_2(num_heads),
+            BLOCK=power_of_2(dim), num_warps=4,
         )  # fmt: skip
 
 
@@ -117,10 +118,10 @@ def turn_and_write(qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, 
     num_heads = num_all - num_kv_heads
     out = torch.empty(num_rows, num_heads, dim, dtype=qk.dtype, device=qk.device)
     if num_rows:
-        block = triton.next_power_of_2(dim)
-        heads = min(triton.next_power_of_2(num_all), max(1, TILE // block))
+        block = power_of_2(dim)
+        heads = min(power_of_2(num_all), max(1, TILE // block))
         early = early_launch(qk.device)
-        _turn_and_write_kernel[(num_rows, triton.cdiv(num_all, heads))](
+        _turn_and_write_kernel[(num_rows, cdiv(num_all, heads))](
             qk, values, cos, sin, norm_weight, out, cache, slots, num_heads, num_kv_heads, qk.stride(0), qk.stride(1),
             values.stride(0), values.stride(1), cache.stride(0), cache.stride(1), eps, D=dim, R=cos.shape[-1],
             HEADS=heads, BLOCK=block, NORM=norm_weight is not None, ONCE=once, EARLY=bool(early), num_warps=4, **early,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from perdure.ops.rope import RotaryTable
 from perdure.ops.triton.early import early_launch
+from perdure.ops.triton.launches import cdiv, power_of_2
 
 TILE = 2048  # elements a program of a norm holds at once, where rows are short
 
@@ -58,11 +59,11 @@ def _launch_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, on
     num_rows = x.numel() // width
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(out) if added is not None else out
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     rows = max(1, TILE // block)
     early = early_launch(x.device)
     if num_rows:
-        _norm_kernel[(triton.cdiv(num_rows, rows),)](
+        _norm_kernel[(cdiv(num_rows, rows),)](
             x, x if added is None else added, weight, total, out, num_rows, heads,
             x.stride(0), x.stride(1) if heads > 1 else 0, weight.stride(0) if weight.dim() == 2 else 0, eps,
             H=width, BLOCK=block, ROWS=rows, ADD=added is not None, ONCE=once, EARLY=bool(early),
@@ -112,8 +113,8 @@ def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
     num_rows, width = gate_up.shape
     out = torch.empty(num_rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
-        block, early = min(1024, triton.next_power_of_2(width // 2)), early_launch(gate_up.device)
-        _gated_kernel[(num_rows, triton.cdiv(width // 2, block))](
+        block, early = min(1024, power_of_2(width // 2)), early_launch(gate_up.device)
+        _gated_kernel[(num_rows, cdiv(width // 2, block))](
             gate_up, out, width // 2, gate_up.stride(0), GELU=gelu, BLOCK=block, EARLY=bool(early), num_warps=4, **early
         )
     return out
@@ -186,9 +187,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     num_rows, num_heads, dim = x.shape
     out = torch.empty(num_rows, num_heads, dim, dtype=x.dtype, device=x.device)
     if num_rows:
-        block = triton.next_power_of_2(dim)
-        heads = min(triton.next_power_of_2(num_heads), max(1, TILE // block))
-        _rotate_kernel[(num_rows, triton.cdiv(num_heads, heads))](
+        block = power_of_2(dim)
+        heads = min(power_of_2(num_heads), max(1, TILE // block))
+        _rotate_kernel[(num_rows, cdiv(num_heads, heads))](
             x, cos, sin, out, num_heads, x.stride(0), x.stride(1),
             D=dim, R=cos.shape[-1], HEADS=heads, BLOCK=block, num_warps=4,
         )  # fmt: skip
@@ -213,7 +214,5 @@ def rotations(table: RotaryTable, positions: Tensor, dtype: torch.dtype) -> tupl
     num_rows, width = len(positions), 2 * table.cos.shape[1]
     cos, sin = torch.empty(2, num_rows, 1, width, dtype=dtype, device=positions.device)
     if num_rows:
-        _rotations_kernel[(num_rows,)](
-            *table, positions, cos, sin, R=width, BLOCK=triton.next_power_of_2(width), num_warps=1
-        )
+        _rotations_kernel[(num_rows,)](*table, positions, cos, sin, R=width, BLOCK=power_of_2(width), num_warps=1)
     return cos, sin
