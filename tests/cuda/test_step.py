@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from perdure.runner.cuda.step import StepColumns, StepSize
+from perdure.runner.shapes import ShapeRules, shapes
 
 
 @pytest.mark.parametrize(
@@ -24,3 +25,16 @@ def test_every_column_begins_on_16_bytes_and_has_a_place_of_its_own(size):
     assert words.max(initial=0) <= 1, "two columns share a word"
     lengths = [size.tokens] * 3 + [size.decodes] * 3 + [4 * size.blocks, size.samples] + [15 * size.samples]
     assert words.sum() == sum(lengths)
+
+
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_a_shape_has_blocks_for_whatever_prompts_it_takes(block_size):
+    """One prompt of all its tokens; as many as it has rows for, of one token over whole blocks each."""
+    for shape in shapes(ShapeRules(512, 4096, 512, -1, "hybrid", 512, 4)):
+        room = StepSize.of(shape, block_size).blocks
+        if not shape.num_prompts:
+            assert room == 0
+            continue
+        assert -(-shape.num_tokens // block_size) <= room, shape
+        left, blocks = shape.num_tokens - shape.num_prompts, shape.num_prompts
+        assert left < 0 or left // block_size + blocks <= room, shape

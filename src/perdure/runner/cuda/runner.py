@@ -206,7 +206,7 @@ class CudaRunner:
         self._compute_size(self._largest)
 
     def _pad_shape(self, shape: Shape) -> None:
-        self._pad(self._size_of(shape))
+        self._pad(StepSize.of(shape, self._block_size))
 
     def _pad(self, size: StepSize) -> None:
         """Put a step without a row in place."""
@@ -253,7 +253,7 @@ class CudaRunner:
         first, count = burst.first, len(burst.lengths)
         self._rows.advance(first.slots, burst.ends)
         shape = None if self.shapes is None else self.shapes.take(count, 0, count, burst.num_steps)
-        size = StepSize(count, count, 0, count) if shape is None else self._size_of(shape)
+        size = StepSize(count, count, 0, count) if shape is None else StepSize.of(shape, self._block_size)
         launched = LaunchedBurst(
             plan.step, plan.request, first.sampled, first.slots, first.slots, lengths=burst.lengths, first=first.ends
         )
@@ -298,7 +298,11 @@ class CudaRunner:
         if shape is None:
             step, wanted = step.narrowed()
         count = len(parts.on_device)
-        size = StepSize(num_tokens, len(ones), len(blocks), count) if shape is None else self._size_of(shape)
+        size = (
+            StepSize(num_tokens, len(ones), len(blocks), count)
+            if shape is None
+            else StepSize.of(shape, self._block_size)
+        )
         columns = StepColumns.on_host(staged.words[: size.num_words], size)
         columns.pad(self._sampler.nobody)
         columns.fill(step, ones, blocks, parts.on_device)
@@ -332,13 +336,8 @@ class CudaRunner:
             for form in planned:
                 form.plan(rows)
 
-    def _size_of(self, shape: Shape) -> StepSize:
-        """Every row of a shape may be sampled, and the last block of each prompt be a short one."""
-        blocks = -(-(shape.num_tokens - shape.num_decodes) // self._block_size) + shape.num_prompts
-        return StepSize(shape.num_tokens, shape.num_decodes, blocks if shape.num_prompts else 0, shape.num_rows)
-
     def _compute_shape(self, shape: Shape) -> tuple[Tensor, ...]:
-        return self._compute_size(self._size_of(shape))
+        return self._compute_size(StepSize.of(shape, self._block_size))
 
     def _compute_size(self, size: StepSize, wanted: Tensor | None = None) -> tuple[Tensor, ...]:
         """The step whose numbers lie in `self._words`: hidden states (wanted: of these rows), then what was drawn from.

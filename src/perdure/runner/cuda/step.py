@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from perdure.runner.cuda.sample_columns import SampleColumns, aligned, num_sample_words
 from perdure.runner.inputs import Ints, PackedStep
+from perdure.runner.shapes import Shape
 
 NOWHERE = -1
 
@@ -31,6 +32,13 @@ class StepSize:
     decodes: int
     blocks: int
     samples: int
+
+    @staticmethod
+    def of(shape: Shape, block_size: int) -> StepSize:
+        """Room for every step that is padded to the shape. Every row of it may be sampled. Prompts may take tokens that
+        rows which decode leave, and the last block of each may be a short one."""
+        blocks = shape.num_tokens // block_size + shape.num_prompts if shape.num_prompts else 0
+        return StepSize(shape.num_tokens, shape.num_decodes, blocks, shape.num_rows)
 
     @property
     def num_words(self) -> int:
