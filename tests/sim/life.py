@@ -116,6 +116,7 @@ class Life:
             max_model_len=max_len,
             max_num_seqs=rng.randint(1, 6),
             max_num_batched_tokens=rng.choice((1, 3, 7, 16, 64)),
+            max_num_mixed_tokens=random.Random(f"mixed {seed}").choice((0, 1, 4, 12)),
             vocab_size=len(PIECES),
             end_token_ids=(0,) if rng.random() < 0.5 else (),
             paused_pages=rng.randint(0, num_pages),
