@@ -23,6 +23,7 @@ def test_invariant_padding_boundary(make_llm: MakeLLM, device: str) -> None:
             dtype="bfloat16" if device == "cuda" else "float32",
             num_cuda_graphs=2,
             cuda_graph_sizing="linear",
+            cuda_graph_mixed_prefill=0,
             max_num_seqs=128,
             num_pages=640,
             enable_prefix_caching=False,
