@@ -4,7 +4,8 @@
   (`ops.native`), the default on a CPU that has a compiler. Of the default, products whose weight comes as a tensor are
   oneDNN's: that is how a shape it serves better (`choice`) gets it.
 - On CUDA all but the products is Triton's (`ops.triton`). So are products that give a row the same bits in any company;
-  else they are cuBLAS's, but for one row, which Triton's multiply with what stands about the product.
+  else they are cuBLAS's, but for few rows, which Triton's multiply with what stands about the product, and for gates of
+  many on Hopper.
 
 Shapes: as in `linear`, `norm`, `activation` and `rope`.
 """
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from perdure.ops import activation, float8, norm, rope
+from perdure.ops import activation, float8, gluon, norm, rope
 from perdure.ops.float8 import Float8Weight
 from perdure.ops.linear import LINEAR_FORMS, LinearForm, Product, can_pack, row_tile
 from perdure.ops.native import Library, library, why_not
@@ -41,6 +42,7 @@ class Kernels:
     embedding: rows of a weight by their numbers, int64 [N] in, [N, K] out.
     add_norm: (x + y, rms_norm of it).
     few_rows: products with what stands about them in one kernel; None: there are none.
+    gated: (a product, `silu_mul` of it) -> a form of the latter in one kernel, where that serves; None: there is none.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Kernels:
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     rotations: Callable[[rope.RotaryTable, Tensor, torch.dtype], tuple[Tensor, Tensor]] = rope.rotations
     few_rows: FewRows | None = None
+    gated: Callable[[Product, Product], Product] | None = None
 
     def normed(self, stream: Stream, weight: Tensor, eps: float) -> tuple[Stream, Tensor]:
         """The stream with its sum made, and the `rms_norm` of that."""
@@ -64,13 +67,21 @@ class Kernels:
         total, normed = self.add_norm(stream.x, stream.more, weight, eps)
         return Stream(total), normed
 
+    def with_gate(self, product: Product) -> Product:
+        """`silu_mul` of the product."""
+
+        def multiply(x: Tensor) -> Tensor:
+            return self.silu_mul(product(x))
+
+        return multiply if self.gated is None else self.gated(product, multiply)
+
     def reading(self, product: Product, norm_weight: Tensor, eps: float, *, gated: bool = False) -> ReadProduct:
         """The product of a stream's `rms_norm`; gated: `silu_mul` of it."""
+        multiply = self.with_gate(product) if gated else product
 
         def read(stream: Stream) -> tuple[Stream, Tensor]:
             stream, normed = self.normed(stream, norm_weight, eps)
-            y = product(normed)
-            return stream, self.silu_mul(y) if gated else y
+            return stream, multiply(normed)
 
         return read if self.few_rows is None else self.few_rows.reading(product, norm_weight, eps, gated, read)
 
@@ -158,6 +169,18 @@ def native_kernels(library: Library, *, packs_all: bool = True) -> Kernels:
     )
 
 
+def _gated_on_hopper(product: Product, otherwise: Product) -> Product:
+    """`Kernels.gated` (`ops.triton.gated`)."""
+    from perdure.ops.triton.few_rows import FewRowsProduct
+
+    if not isinstance(product, FewRowsProduct) or product.b is not None or gluon.why_not(product.w.device):
+        return otherwise
+    from perdure.ops.triton import gated
+
+    w = product.w
+    return lambda x: gated.gated_product(x, w) if gated.serves(x, w) else otherwise(x)
+
+
 def triton_kernels(*, batch_invariant: bool) -> Kernels:
     """All in Triton but, where a row's bits may depend on its company, the products, which are the libraries' then."""
     import triton
@@ -171,7 +194,7 @@ def triton_kernels(*, batch_invariant: bool) -> Kernels:
         plain = torch_kernels("triton", products.invariant, version=version)
     else:
         plain = torch_kernels("plain", few_rows.FewRowsProduct, version=version)
-        plain = replace(plain, few_rows=few_rows.FewRowsKernels())
+        plain = replace(plain, few_rows=few_rows.FewRowsKernels(), gated=_gated_on_hopper)
 
     def linear(w: Weight, b: Tensor | None) -> Product:
         return float8_on_gpu.product(w, b) if isinstance(w, Float8Weight) else plain.linear(w, b)

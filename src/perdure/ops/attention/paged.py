@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perdure.ops import gluon
 from perdure.ops.attention import flashinfer
 from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
 from perdure.ops.attention.reference import PlannedReference
 from perdure.ops.rope import Turning
 
 PAGED_FORMS = ("triton", "hopper", "flashinfer", "reference")
-HOPPER_TRITON = (["3", "6"],)  # versions of Triton that the form "hopper" was run with
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,8 @@ def why_not_hopper(
     shape: CacheShape, layer: LayerAttention, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Why `HopperPaged` does not serve here; None = it does."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return "it is for Hopper GPUs"
-    import triton
-
-    if triton.__version__.split(".")[:2] not in HOPPER_TRITON:
-        return f"it was not run with Triton {triton.__version__}"
+    if reason := gluon.why_not(device):
+        return reason
     if dtype not in (torch.bfloat16, torch.float16) or kv_dtype != dtype:
         return "it computes in bfloat16 and float16, over pages in the same type"
     if shape.head_dim not in (64, 128):

@@ -11,7 +11,6 @@ Shapes: x [M, K], w [N, K], b [N], y [M, N]; gated w is [2 * N, K].
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from torch.nn import functional
 from perdure.ops.linear import Product
 from perdure.ops.residual import ReadProduct, Stream, WriteProduct
 from perdure.ops.triton.early import early_launch
+from perdure.ops.triton.launches import cdiv, num_processors
 
 FEW = (1, 2, 4)  # rows: those of the smallest steps that graphs are captured for, so others need no kernel compiled
 MOST_DEPTH = 3072  # of sums of several rows: those of 4096 take twice as long as the library's
@@ -142,22 +142,16 @@ class Tile(NamedTuple):
         return 256 * self.warps
 
 
-@cache
-def _least_programs(device: torch.device) -> int:
-    """That a product should have: two a multiprocessor."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def choose_tile(num_rows: int, num_cols: int, depth: int, gated: bool, device: torch.device) -> Tile:
     """As measured on an H200 (docs/adr): 8 to 16 loads of 16 bytes a thread on their way, and enough programs."""
     if device.type != "cuda":  # the interpreter, which takes as long for a small tile as for a large one
         return Tile(64, 1, 1)
     long = depth >= 8192
     warps = next((warps for warps in (8 if long else 4, 4, 2) if depth % (256 * warps) == 0), 1)
-    num_tiles = triton.cdiv(depth, 256 * warps)
+    num_tiles = cdiv(depth, 256 * warps)
     lines = (8 if num_tiles == 1 else 2 if long else 4) // (1 if num_rows == 1 else 2)
     cols = max(1, lines // 2) if gated else lines
-    while cols > 1 and triton.cdiv(num_cols, cols) < _least_programs(device):
+    while cols > 1 and cdiv(num_cols, cols) < 2 * num_processors(device):
         cols //= 2
     return Tile(cols, min(4, num_tiles), warps)
 
@@ -179,9 +173,9 @@ def few_rows_product(
     assert num_rows in FEW and x.shape[1] == depth and w.is_contiguous(), (x.shape, w.shape, w.stride())
     y = torch.empty(num_rows, num_cols, dtype=x.dtype, device=x.device)
     tile = tile or choose_tile(num_rows, num_cols, depth, gated, x.device)
-    num_tiles = triton.cdiv(depth, tile.depth)
+    num_tiles = cdiv(depth, tile.depth)
     early = early_launch(x.device)
-    _few_rows_kernel[(triton.cdiv(num_cols, tile.cols),)](
+    _few_rows_kernel[(cdiv(num_cols, tile.cols),)](
         x.contiguous(), w, bias, norm, None if added is None else added.contiguous(), y, num_cols, eps, K=depth,
         ROWS=num_rows, BLOCK_N=tile.cols, BLOCK_K=tile.depth, AHEAD=min(tile.ahead, num_tiles),
         UNROLL=num_tiles <= UNROLLED, NORM=norm is not None, GATED=gated, BIAS=bias is not None, ADD=added is not None,

@@ -19,9 +19,7 @@ Shapes: as in `attention`. A box is [BOX, 64] of a page: rows of 128 bytes, by w
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,6 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from perdure.ops.triton.launches import num_processors
 
 BLOCK = 128  # keys gone over at once
 STAGES = 3  # blocks of keys and values in shared memory
@@ -271,7 +271,7 @@ def attend_prompts(q: Tensor, cache: Tensor, table: Tensor, blocks: Tensor, out:
     assert cache.dtype == q.dtype
     (num_tokens, num_heads, dim), page = q.shape, cache.shape[3]
     box = math.gcd(page, BLOCK)
-    num_programs = min(_num_processors(q.device), num_heads * len(blocks))
+    num_programs = min(num_processors(q.device), num_heads * len(blocks))
     _prompt_kernel[(num_programs,)](
         TensorDescriptor(q, [num_tokens, num_heads * dim], [q.stride(0), 1], [ROWS.value, WIDE.value], BOXES.value),
         TensorDescriptor(cache, [cache.numel() // dim, dim], [dim, 1], [box, WIDE.value], BOXES.value),
@@ -279,8 +279,3 @@ def attend_prompts(q: Tensor, cache: Tensor, table: Tensor, blocks: Tensor, out:
         1.4426950408889634 * scale, HEADS=num_heads, G=num_heads // cache.shape[1], D=dim, PAGE=page, BOX=box,
         BLOCK=BLOCK, STAGES=STAGES, REGISTERS=REGISTERS, FEW=FEW, num_warps=4, maxnreg=168,
     )  # fmt: skip
-
-
-@lru_cache
-def _num_processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

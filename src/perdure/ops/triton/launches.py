@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
+
 
 def cdiv(count: int, size: int) -> int:
     """How many blocks of this size hold so many."""
@@ -11,3 +15,9 @@ def cdiv(count: int, size: int) -> int:
 def power_of_2(count: int) -> int:
     """The least that is not below count, which is 1 at least."""
     return 1 << (count - 1).bit_length()
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
