@@ -15,6 +15,8 @@ from perdure import LLM, InvalidValue, ModelLoadError, StateError
 from perdure.api.command import CachePolicy, InFlightPolicy, KVMode
 from perdure.api.output import RequestOutput
 from perdure.models.tiny import make_tiny, make_tiny_llama
+from perdure.models.weight_set import WeightSet
+from perdure.runner.runner import Runner
 from tests.engine.conftest import MakeAsync, MakeLLM
 from tests.engine.helpers import (
     Brake,
@@ -379,3 +381,21 @@ def test_stripped_tokens_take_their_epochs_with_them(cache: CachePolicy, make_ll
     halted(llm, brake, lambda: llm.update_weights(tiny, epoch=2, cache=cache))
     (output,) = call()
     assert output.outputs[0].token_ids == whole.outputs[0].token_ids[:6] and spans(output) == [(0, 0)]
+
+
+def test_a_start_whose_weights_end_on_the_way_gives_its_pool_back(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of a GPU are waited for when the pool is there."""
+    release, released = Runner.release, []
+
+    def ends(self: WeightSet) -> None:
+        raise ModelLoadError("the file ended inside tensor 'model.norm.weight'")
+
+    def given_back(self: Runner) -> None:
+        release(self)
+        released.append(self)
+
+    monkeypatch.setattr(WeightSet, "finish", ends)
+    monkeypatch.setattr(Runner, "release", given_back)
+    with pytest.raises(ModelLoadError, match="ended inside tensor"):
+        LLM(str(tiny), max_num_seqs=2)
+    assert len(released) == 1

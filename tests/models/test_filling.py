@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from perdure.api.errors import ModelLoadError
+from perdure.models import filling
 from perdure.models.base import Parts, joined_shape
 from perdure.models.config import config_from_directory
 from perdure.models.filling import Filling
@@ -20,6 +22,7 @@ from perdure.models.tiny import make_tiny
 from perdure.models.weights import load_model
 from perdure.ops.float8 import Float8Weight
 from perdure.ops.kernels import Weight
+from tests.engine.helpers import until
 from tests.models.helpers import logits_in_chunks, write_gguf
 
 CPU = torch.device("cpu")
@@ -110,3 +113,29 @@ def test_what_ends_on_the_way_is_told_once_no_thread_writes(tmp_path: Path) -> N
     weights.begin(weights.open(path))
     weights.finish()
     assert weights.is_whole and weights.digest == load_model(path).weights.digest
+
+
+def test_a_set_that_is_let_be_begins_no_other_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever lets it be waits for the one under way."""
+    monkeypatch.setattr(filling, "MOST_THREADS", 1)
+    began, goes_on, count = threading.Event(), threading.Event(), []
+
+    def fill_part(*of_one: object) -> None:
+        count.append(of_one)
+        began.set()
+        assert goes_on.wait(60)
+
+    monkeypatch.setattr(Store, "fill_part", fill_part)
+    weights = load_model(make_tiny("llama", tmp_path / "1"), load_format="dummy", linear="plain").weights
+    weights.begin(weights.open(tmp_path / "1"))
+    assert began.wait(60)
+    _, coming = weights._coming or (None, None)
+    assert coming is not None
+    stopping = threading.Thread(target=weights.stop)
+    stopping.start()
+    until(lambda: all(future.cancelled() for future in coming._futures[1:]))
+    assert stopping.is_alive()
+    goes_on.set()
+    stopping.join(60)
+    weights.finish()  # there is nothing left to wait for
+    assert len(count) == 1 and not weights.is_whole and not stopping.is_alive()

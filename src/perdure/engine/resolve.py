@@ -122,28 +122,46 @@ def resolve(config: EngineConfig) -> Resolved:
         batch_invariant=bool(config.batch_invariant),
         quantization=config.quantization,
         device=config.device,
+        waits=False,
     )
-    tokenizer = _tokenizer(config, loaded)
+    try:
+        tokenizer = _tokenizer(config, loaded)
+        core, page_bytes = _core_config(config, loaded)
+        to_json = None if tokenizer is None else tokenizer.to_json
+        grammars = Grammars(to_json, core.vocab_size, core.end_token_ids, config.grammar_timeout_s)
+        runner = _runner(config, core, loaded, grammars, page_bytes)
+    except BaseException:
+        loaded.weights.stop()
+        raise
     dtype = str(loaded.dtype).removeprefix("torch.")
     reporter.say(
         f"loaded in {time.monotonic() - start:.1f} s: {loaded.config.architecture}, "
         f"{loaded.num_parameters:,} parameters, {in_units(loaded.num_bytes)} in {dtype}"
     )
-    core, page_bytes = _core_config(config, loaded)
-    try:
-        to_json = None if tokenizer is None else tokenizer.to_json
-        grammars = Grammars(to_json, core.vocab_size, core.end_token_ids, config.grammar_timeout_s)
-        make = _runner if config.device == "cpu" else on_cuda.make_runner
-        runner = make(config, core, loaded, grammars)
-    except (OSError, MemoryError, OverflowError) as error:
-        wanted = core.num_pages * page_bytes
-        raise InvalidValue(f"num_pages={core.num_pages}: no room for a KV pool of {wanted} bytes ({error})") from error
     forms = (loaded.kernels.name, runner.attention_backend)
     is_invariant = bool(config.batch_invariant) or (config.device == "cpu" and "plain" not in forms)
     core = replace(core, fingerprint=fingerprint_of(loaded, runner), batch_invariant=is_invariant)
     resolved = Resolved(config, core, loaded, runner, tokenizer, path, page_bytes)
     reporter.say(f"KV pool: {resolved.pool}, {in_units(core.num_pages * page_bytes)}")
     return resolved
+
+
+def _runner(
+    config: EngineConfig, core: CoreConfig, loaded: LoadedModel, grammars: Grammars, page_bytes: int
+) -> Runner | CudaRunner:
+    """The runner, made while weights are on their way, and the weights whole."""
+    make = _on_cpu if config.device == "cpu" else on_cuda.make_runner
+    try:
+        runner = make(config, core, loaded, grammars)
+    except (OSError, MemoryError, OverflowError) as error:
+        wanted = core.num_pages * page_bytes
+        raise InvalidValue(f"num_pages={core.num_pages}: no room for a KV pool of {wanted} bytes ({error})") from error
+    try:
+        loaded.weights.finish()
+    except BaseException:
+        runner.release()
+        raise
+    return runner
 
 
 def _for_device(config: EngineConfig) -> EngineConfig:
@@ -177,7 +195,7 @@ def _model_path(config: EngineConfig, reporter: Reporter) -> Path:
     return find_on_hub(config.model, show_bars=reporter.draws)
 
 
-def _runner(config: EngineConfig, core: CoreConfig, loaded: LoadedModel, grammars: Grammars) -> Runner:
+def _on_cpu(config: EngineConfig, core: CoreConfig, loaded: LoadedModel, grammars: Grammars) -> Runner:
     return Runner(
         loaded.model,
         num_pages=core.num_pages,

@@ -163,6 +163,12 @@ class WeightSet:
             filling.finish()
             self._loaded(store)
 
+    def stop(self) -> None:
+        """Let what was begun be, without the rest of it."""
+        if self._coming is not None:
+            self._coming[1].stop()
+            self._coming = None
+
     def _loaded(self, store: Store) -> None:
         for tensor, make in self._weights.derived:
             tensor.copy_(make())

@@ -75,6 +75,7 @@ def load_model(
     batch_invariant: bool = False,
     quantization: str | None = None,
     device: str | torch.device = "cpu",
+    waits: bool = True,
 ) -> LoadedModel:
     """Build the model at `path`, a Hugging Face directory or a GGUF file.
 
@@ -82,6 +83,8 @@ def load_model(
     quantization: "gguf" keeps the blocks of a GGUF file as they are; "fp8" as the module says; None = "fp8" where the
     checkpoint is stored so, else none.
     load_format "dummy" reads the model's shape only and draws its weights from `seed`.
+    waits: False = weights of a GPU may still be on their way when this returns: `weights.finish()` waits for them, and
+    until then what is computed with them means nothing (`weights.stop()`: they are not wanted any more).
     """
     if load_format not in LOAD_FORMATS:
         raise InvalidValue(f"load_format={load_format!r} is none of {', '.join(LOAD_FORMATS)}")
@@ -145,7 +148,8 @@ def load_model(
     weight_set = WeightSet(config, family, held, keeps_blocks=keep, dtype=chosen, digest=digest)
     if store is not None and is_on_gpu:
         weight_set.begin(store)
-        weight_set.finish()
+        if waits:
+            weight_set.finish()
     return LoadedModel(
         model=model,
         weights=weight_set,
