@@ -121,7 +121,7 @@ def _next(
     """One more block of keys, and the values of the block before it. state: the weights of that one, the largest
     product, the sum of weights, the weighted values but for that one's."""
     weights, most, total, mixed = state
-    _q_full, _q_free, k_full, k_free, v_full, v_free = bars
+    _q_full, _q_free, k_full, k_free, v_full, v_free, _cleared = bars
     stage, before, phase = done % STAGES, (done - 1) % STAGES, done // STAGES & 1
     mbarrier.wait(k_full.index(stage), phase)
     nothing = gl.zeros((ROWS, BLOCK), gl.float32, OF_PRODUCTS)
@@ -141,19 +141,23 @@ def _next(
 
 
 @gluon.jit
-def _clear(v_tiles, stage, end, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr):
-    """A block's values from its line `end` on become 0. Both groups do it, and write the same."""
+def _clear(
+    GROUP: gl.constexpr, v_tiles, stage, end, cleared, phase, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """A block's values from its line `end` on become 0. Each group does every other piece, and waits for the other."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     COUNT: gl.constexpr = BLOCK // 16
-    if end < BLOCK:
-        pieces = v_tiles._reinterpret(v_tiles.dtype, [STAGES * (D // WIDE) * COUNT, 16, WIDE], BOXES)
-        for number in range(end // 16, COUNT):
+    pieces = v_tiles._reinterpret(v_tiles.dtype, [STAGES * (D // WIDE) * COUNT, 16, WIDE], BOXES)
+    for number in range(end // 16, COUNT):
+        if number % 2 == GROUP:
             there = number * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout)) < end
             for part in gl.static_range(D // WIDE):
                 piece = pieces.index((stage * (D // WIDE) + part) * COUNT + number)
                 piece.store(gl.where(there[:, None], piece.load(layout), 0.0))
-        fence_async_shared()
-        gl.thread_barrier()
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(cleared, count=1)
+    mbarrier.wait(cleared, phase)
 
 
 @gluon.jit
@@ -161,7 +165,7 @@ def _attend(GROUP: gl.constexpr, blocks, num_blocks, out, factor, tiles, bars, s
     """A group of warps that computes."""
     HEADS, _G, D, _PAGE, _BOX, BLOCK, STAGES = sizes
     q_tiles, k_tiles, v_tiles = tiles
-    q_full, q_free, k_full, k_free, v_full, v_free = bars
+    q_full, q_free, k_full, k_free, v_full, v_free, cleared = bars
     dtype: gl.constexpr = q_tiles.dtype
     queries = q_tiles._reinterpret(dtype, [2, ROWS, D], BOXES).index(GROUP)
     keys = k_tiles._reinterpret(dtype, [STAGES, BLOCK, D], BOXES)
@@ -172,7 +176,7 @@ def _attend(GROUP: gl.constexpr, blocks, num_blocks, out, factor, tiles, bars, s
     of_sums: gl.constexpr = gl.SliceLayout(1, of_products)
     lines = GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, of_mixed))
     dims = gl.arange(0, D, gl.SliceLayout(0, of_mixed))
-    turn, done = gl.to_tensor(0), gl.to_tensor(0)
+    turn, done, clears = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     for low in range(0, num_blocks * HEADS, gl.num_programs(0)):
         _slot, packed, start, count, head = _taken(blocks, low, num_blocks, HEADS)
         if count > 0:
@@ -210,7 +214,10 @@ def _attend(GROUP: gl.constexpr, blocks, num_blocks, out, factor, tiles, bars, s
             weights, most, total, mixed = state
             stage = (done - 1) % STAGES
             mbarrier.wait(v_full.index(stage), (done - 1) // STAGES & 1)
-            _clear(v_tiles, stage, start + count - (num_keys - BLOCK), D, BLOCK, STAGES)
+            end = start + count - (num_keys - BLOCK)
+            if end < BLOCK:
+                _clear(GROUP, v_tiles, stage, end, cleared, clears & 1, D, BLOCK, STAGES)
+                clears += 1
             mixed = warpgroup_mma(weights, values.index(stage), mixed, is_async=True)
             mixed, weights = warpgroup_mma_wait(0, deps=[mixed, weights])
             mbarrier.arrive(v_free.index(stage), count=1)
@@ -227,7 +234,7 @@ def _prompt_kernel(
 ):  # fmt: skip
     """q_bulk and bulk describe queries [N, Hq * D] and the cache, as rows of D: of a head's plane there are plane_rows,
     and values come v_rows after keys. Of a tile, `full` says that it was fetched, `free` that both groups are done
-    with it."""
+    with it; `cleared`, that both have cleared values."""
     dtype: gl.constexpr = bulk.dtype
     COUNT: gl.constexpr = STAGES * (D // WIDE) * (BLOCK // BOX)
     q_tiles = gl.allocate_shared_memory(dtype, [2 * (D // WIDE), ROWS, WIDE], BOXES)
@@ -239,15 +246,17 @@ def _prompt_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_free, count=2)
+    mbarrier.init(cleared, count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=2)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_free.index(stage), count=2)
     fence_async_shared()
-    tiles, bars = (q_tiles, k_tiles, v_tiles), (q_full, q_free, k_full, k_free, v_full, v_free)
+    tiles, bars = (q_tiles, k_tiles, v_tiles), (q_full, q_free, k_full, k_free, v_full, v_free, cleared)
     paged = table, table_width, gl.to_tensor(plane_rows)  # a number that is 1 would be a constant
     sizes: gl.constexpr = (HEADS, G, D, PAGE, BOX, BLOCK, STAGES)
     gl.warp_specialize(
