@@ -25,7 +25,7 @@ WORKERS = {"engine": 5, "kernels": 7}  # beside the others; most of the time goe
 WHOLE = [f"tests/cuda/test_{name}.py" for name in ("engine", "engine_sampling", "invariance", "memory", "runner")]
 """Of whole requests and steps; the others are of kernels."""
 STORM_SEEDS = 4  # of ten storms each
-MARGIN = 10  # seconds before a section's end
+MARGIN = 20  # seconds before a section's end: a run that is stopped still tells why tests failed
 
 
 OTHERS = "not flashinfer and not storm"
@@ -101,6 +101,7 @@ def run_pytest(setup: Setup, workers: int, *what: str) -> Found:
     text = log.read_text(errors="replace")
     lines = text.splitlines()
     failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    of_tests = {line.partition("FAILED ")[2].partition(" - ")[0].strip() for line in lines if "FAILED tests/" in line}
     summary = next((line for line in reversed(lines) if " passed" in line or " failed" in line), "")
     if code is None:  # there is no summary
         failed = failed or [line for line in lines if " FAILED" in line]
@@ -108,8 +109,10 @@ def run_pytest(setup: Setup, workers: int, *what: str) -> Found:
         summary = f"{text.count(' PASSED')} passed until it was cut off"
     elif code and not failed:
         failed = [f"pytest ended with {code}"]
+    elif " passed" not in summary:
+        failed.append("pytest passed nothing")
     if failed:
         print(text[-20_000:])
     slowest = [line.strip() for line in lines if " call " in line or " setup " in line]
     skipped = [line for line in lines if line.startswith("SKIPPED")]
-    return claims(file) | {"failed": failed, "summary": summary, "slowest": slowest, "skipped": skipped}
+    return claims(file, of_tests) | {"failed": failed, "summary": summary, "slowest": slowest, "skipped": skipped}
