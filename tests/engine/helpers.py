@@ -33,7 +33,7 @@ from perdure.runner.runner import Runner
 from tests.engine.reference import CLEAR_LEAD, Reference
 
 V, L, PAGE = 512, 256, 16
-SCORE_TOLERANCE = 1e-4  # between two right programs, fp32
+SCORE_TOLERANCE = 1e-4  # of a right program in fp32, from the true score
 ROUNDED = {torch.float32: 0.0, torch.float16: 0.1, torch.bfloat16: 1.0}
 """What logits of M (they spread by 16) lose to each other, by the type they are computed in."""
 FRESH = [11, 22, 33, 44]
@@ -128,7 +128,11 @@ def check_sample_close(one: CompletionOutput, two: CompletionOutput) -> None:
 
 
 def check_scores_close(one: TokenScores | None, two: TokenScores | None) -> None:
-    """Values nearly. Ids that nearly tie may stand in another order, which must be rare."""
+    """Values nearly, for each may be wrong by so much. Ids that nearly tie may stand in another order, which must be rare.
+
+    On an H200 the score that magnifies roundings most here is -2.22273 by cuBLAS's products of 8 rows, -2.22288 by our
+    own of 2, and -2.22283 in float64.
+    """
     assert (one is None) == (two is None)
     if one is None or two is None:
         return
@@ -137,7 +141,7 @@ def check_scores_close(one: TokenScores | None, two: TokenScores | None) -> None
         if name in ("chosen", "top_scores", "listed_scores"):
             assert len(left) == len(right), f"{name}: {len(left)} and {len(right)} values"
             found, right_values = torch.tensor(left), torch.tensor(right)
-            far = ~torch.isclose(found, right_values, atol=SCORE_TOLERANCE, equal_nan=True)
+            far = ~torch.isclose(found, right_values, atol=2 * SCORE_TOLERANCE, equal_nan=True)
             assert not far.any(), f"{name} differs: {found[far].tolist()}, not {right_values[far].tolist()}"
         elif name in ("rank", "top_ids", "listed_ranks"):
             differing = sum(a != b for a, b in zip(left, right, strict=True))
