@@ -128,7 +128,7 @@ def check_sample_close(one: CompletionOutput, two: CompletionOutput) -> None:
 
 
 def check_scores_close(one: TokenScores | None, two: TokenScores | None) -> None:
-    """Values nearly, for each may be wrong by so much. Ids that nearly tie may stand in another order, which must be rare.
+    """Values nearly: each may be wrong by so much. Ids that nearly tie may stand in another order, which must be rare.
 
     On an H200 the score that magnifies roundings most here is -2.22273 by cuBLAS's products of 8 rows, -2.22288 by our
     own of 2, and -2.22283 in float64.
