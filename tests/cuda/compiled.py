@@ -26,8 +26,9 @@ from perdure.models.base import Weights, joined_shape
 from perdure.models.llama import LlamaModel, parameters
 from perdure.ops.float8 import E4M3
 from perdure.ops.kernels import triton_kernels
+from perdure.ops.triton import attention, few_rows, pages
+from perdure.ops.triton import rows as row_kernels
 from perdure.ops.triton.float8 import quantised_rows, scaled
-from perdure.ops.triton.pages import write_kv
 from perdure.runner.cuda.runner import CudaRunner
 from tests.runner.plans import CONFIG, Driver, Row, prompt, tiny_model
 
@@ -47,6 +48,8 @@ class NoDriver:
 
 def main() -> None:
     driver.set_active(NoDriver())
+    for module in (attention, few_rows, pages, row_kernels):
+        module.early_launch = lambda device: {"launch_pdl": True}  # as such a GPU has it
     forms: dict[int, tuple[str, Any]] = {}
     run = JITFunction.run
 
@@ -65,7 +68,7 @@ def main() -> None:
 
 
 def launch_a_life() -> None:
-    """A prompt and a row of one query; then draws and scores of all kinds. What comes of it means nothing."""
+    """A prompt, a row of one query, a burst; then draws and scores of all kinds. What comes of it means nothing."""
     rows = Driver(tiny_model())
     rows.runner.release()
     weights = {
@@ -80,7 +83,8 @@ def launch_a_life() -> None:
     ids = prompt(6)
     rows.admit(0, 6)
     rows.device.launch(rows.plan(Row(0, ids[:5], sample=False))).wait()
-    rows.device.launch(rows.plan(Row(0, ids[5:], 5, sample=False))).wait()
+    rows.device.launch(rows.plan(Row(0, ids[5:], 5))).wait()
+    rows.device.launch(rows.plan(Row(0, steps=2))).wait()
     rows.device._kv.poison([0])
     rows.admit(1, 6, num_prompt_logprobs=5)
     check(rows.device.launch(rows.plan(Row(1, ids[:5], sample=False, targets=ids[1:5], target_start=1))).wait())
@@ -103,8 +107,8 @@ def launch_products() -> None:
         scaled(torch.ones(3, 48), factors, factors, bias, 40, torch.bfloat16)
     for most in (None, 3.0):
         quantised_rows(x, most)
-    pages = torch.zeros(2, 2, 4, 16, 24, dtype=torch.uint8).view(E4M3)
-    write_kv(x.view(3, 2, 24), x.view(3, 2, 24), pages, torch.arange(3, dtype=torch.int32))
+    cache = torch.zeros(2, 2, 4, 16, 24, dtype=torch.uint8).view(E4M3)
+    pages.write_kv(x.view(3, 2, 24), x.view(3, 2, 24), cache, torch.arange(3, dtype=torch.int32))
 
 
 if __name__ == "__main__":
