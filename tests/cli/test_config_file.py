@@ -19,6 +19,10 @@ port: 9000
 max_num_seqs: 7        # underscores or
 data-parallel-size: 2  # dashes, as on the command line
 enable_prefix_caching: false
+max_burst_ms: 5
+num_cuda_graphs: 9
+cuda_graph_max_tokens: 256
+cuda_graph_mixed_prefill: 0
 open_control: true
 drain_timeout: 5
 allowed_origin: [https://a.example, https://b.example]
@@ -41,16 +45,19 @@ def test_a_file_gives_options_and_the_command_line_wins(
 ) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(FILE)
-    for given in ((), ("--port", 9001, "--max-num-seqs", 8, "--api-key", "other", "--enable-prefix-caching", "model")):
+    more = ("--max-num-seqs", 8, "--cuda-graph-max-tokens", 1024, "--api-key", "other", "--enable-prefix-caching")
+    for given in ((), ("--port", 9001, *more, "model")):
         done = perdure("serve", "--config", path, *given)
         assert done.code == 0, done.err
     (engine, serving), (other_engine, other_serving) = started
     assert (engine.model, engine.max_num_seqs, engine.data_parallel_size) == ("somewhere", 7, 2)
-    assert not engine.enable_prefix_caching
+    assert not engine.enable_prefix_caching and engine.max_burst_ms == 5
+    assert (engine.num_cuda_graphs, engine.cuda_graph_max_tokens, engine.cuda_graph_mixed_prefill) == (9, 256, 0)
     assert (serving.port, serving.open_control, serving.drain_timeout_s) == (9000, True, 5.0)
     assert serving.allowed_origins == ("https://a.example", "https://b.example") and serving.api_keys == ("secret",)
     assert serving.reasoning_parser == "think" and serving.served_model_name is None
     assert (other_engine.model, other_engine.max_num_seqs, other_engine.enable_prefix_caching) == ("model", 8, True)
+    assert (other_engine.num_cuda_graphs, other_engine.cuda_graph_max_tokens) == (9, 1024)
     assert (other_serving.port, other_serving.api_keys) == (9001, ("other",))
     assert other_engine.data_parallel_size == 2 and other_serving.allowed_origins == serving.allowed_origins
 

@@ -64,6 +64,15 @@ class EngineOptions:
     max_burst_ms: Annotated[
         int | None, _engine("How long a GPU may go on alone, 0: never; without it, 200, and 10 when serving.")
     ] = None
+    num_cuda_graphs: Annotated[
+        int, _engine("Sizes of steps that a GPU captures at start; -1: as many as fit, 0: none.")
+    ] = _ENGINE.num_cuda_graphs
+    cuda_graph_max_tokens: Annotated[
+        int, _engine("Most positions of a captured step, and of one with prompts while others stream.")
+    ] = _ENGINE.cuda_graph_max_tokens
+    cuda_graph_mixed_prefill: Annotated[
+        int | None, _engine("Prompts in a captured step; 0: none, and prompts are not cut; without it, 4 on a GPU.")
+    ] = None
     batch_invariant: Annotated[
         bool | None, _engine("The same bits in any company; without it, on a CPU and not on a GPU.")
     ] = None

@@ -111,4 +111,7 @@ def describe(config: EngineConfig, runner: CudaRunner) -> dict[str, Any]:
         "kv_memory": config.kv_memory,
         "cuda_graphs": words,
         "cuda_graph_sizing": config.cuda_graph_sizing,
+        "cuda_graph_max_tokens": config.cuda_graph_max_tokens,
+        "cuda_graph_mixed_prefill": config.cuda_graph_mixed_prefill,
+        "cuda_graph_all_prefills": config.cuda_graph_all_prefills,
     }
