@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from perdure.api.ending import Failure
@@ -32,9 +34,29 @@ def test_how_long_a_burst_is(
     assert budget.burst(left, room, most, num_free, 4) == (lengths, pages)
 
 
-@pytest.mark.parametrize(("num_decodes", "left"), [(1, 511), (256, 256), (257, 8192 - 257)])
-def test_what_is_left_for_prompts_beside_rows_that_decode(num_decodes: int, left: int) -> None:
-    assert budget.beside(num_decodes, 8192, 512) == left
+@pytest.mark.parametrize(
+    ("num_decodes", "most", "most_mixed", "left"),
+    [
+        (1, 8192, 512, 511),
+        (257, 8192, 512, 255),
+        (384, 8192, 512, 128),
+        (385, 8192, 512, 128),  # more than a graph holds, and not much more
+        (4, 8192, 8, 128),  # a small graph starves nobody
+        (4, 64, 8, 32),
+        (62, 64, 8, 2),  # no more than any step has
+        (64, 64, 64, 0),
+    ],
+)
+def test_what_is_left_for_prompts_beside_rows_that_decode(
+    num_decodes: int, most: int, most_mixed: int, left: int
+) -> None:
+    assert budget.beside(num_decodes, most, most_mixed) == left
+
+
+def test_one_row_more_that_decodes_takes_at_most_a_position_of_prompts() -> None:
+    for most, most_mixed in ((8448, 512), (8448, 8), (8448, 1024), (64, 16), (1, 1)):
+        left = [budget.beside(num_decodes, most, most_mixed) for num_decodes in range(1, most + 1)]
+        assert {one - other for one, other in pairwise(left)} <= {0, 1} and left[-1] == 0
 
 
 def begun(*prompts: list[int], **params: Any) -> Bench:
@@ -129,6 +151,7 @@ class Asked(NamedTuple):
 
     is_closed: bool
     steps: int = 100
+    num_rows: int = 1
 
     def likely_steps(self) -> int:
         return self.steps
@@ -148,6 +171,22 @@ def test_pace_allows_what_fits_the_time() -> None:
     off = Pace(0)
     off.took(plan, 0.001)
     assert off.most_steps(Asked(is_closed=True)) == 1
+
+
+def test_pace_takes_a_step_to_last_longer_with_more_rows() -> None:
+    """Bursts of steps of (0.7 + 0.025 rows) ms last 10 ms at most, also while rows come whose prompts' steps tell
+    nothing; the longest that fit come back."""
+
+    plan = next_plan(begun([1, 2, 3]))
+    pace, taken = Pace(200), list[int]()
+    for num_rows in (1, 1, 1, 256, 256, 256, 256, 256, 256, 20, *[100] * 9, *[1] * 20):
+        step_ms = 0.7 + 0.025 * num_rows
+        num_steps = pace.most_steps(Asked(is_closed=False, num_rows=num_rows))
+        assert num_steps == 1 or num_steps * step_ms <= 10, (num_rows, num_steps)
+        took = msgspec.structs.replace(plan, slot=[*range(num_rows)], length=[num_steps] * num_rows)
+        pace.took(took, num_steps * step_ms / 1e3)
+        taken.append(num_steps)
+    assert taken[1:4] == [13, 13, 1] and taken[18] in (2, 3) and taken[-1] >= 12, taken
 
 
 def test_who_may_stop_at_any_token_is_not_taken_to_go_on_for_long() -> None:

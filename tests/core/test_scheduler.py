@@ -34,9 +34,9 @@ def test_decoding_rows_come_before_prompts_under_one_budget() -> None:
     assert plan.request == [0, 1] and plan.start == [DEVICE_POSITION, 0] and plan.length == [1, 4]
 
 
-@pytest.mark.parametrize(("is_closed", "lengths"), [(False, [1, 7, 1, 2]), (True, [1, 9])])
+@pytest.mark.parametrize(("is_closed", "lengths"), [(False, [1, 8, 1, 1]), (True, [1, 9])])
 def test_prompts_beside_rows_that_somebody_follows_are_cut_smaller(is_closed: bool, lengths: list[int]) -> None:
-    bench = Bench(max_num_batched_tokens=20, max_num_mixed_tokens=8)
+    bench = Bench(max_num_batched_tokens=17, max_num_mixed_tokens=9)
     for name, prompt, count in (("long", list(range(15)), 5), ("late", [9] * 9, 1)):
         asked = msgspec.structs.replace(request(name, prompt, max_tokens=count), is_closed=is_closed)
         bench.apply(cmd.Submit(asked))

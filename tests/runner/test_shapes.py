@@ -29,6 +29,7 @@ def test_graph_rows(sizing, all_prefills):
     # A prompt alone of more than 16 tokens is captured if all prefills are.
     alone = match(captured, 20, 1, 0)
     assert (alone is not None) == all_prefills
+    assert rules.most_mixed == 16, "where others decode, whatever is captured"
     witness(f"graph-{sizing}-all{int(all_prefills)}", ladder=ladder, mixed_step=shape.num_tokens)
 
 

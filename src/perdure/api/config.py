@@ -23,7 +23,8 @@ Launcher = Literal["local", "ray"]
 class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What decisions depend on. Lengths are in tokens.
 
-    max_num_mixed_tokens: of a step in which a request decodes, unless nobody follows any; 0 = as of every step.
+    max_num_mixed_tokens: of a step in which a request decodes, unless nobody follows any or they leave prompts less
+    than their floor (`core.budget.beside`); 0 = as of every step.
     vocab_size: the width of the logits. end_token_ids: the model's whole set. paused_pages: how many pages paused
     requests may keep together; admit_beside_paused: whether requests are taken in while one is paused. replica: what
     of this engine's index takes part in derived seeds. batch_invariant: whether the forms in use give a row the same
@@ -93,9 +94,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_cuda_graphs: sizes of steps that are captured, -1 = as many as the rule has, 0: none;
     cuda_graph_sizing: the rule (`runner.shapes`); cuda_graph_max_tokens: of a captured step, or, with
     cuda_graph_all_prefills, max_num_batched_tokens; cuda_graph_mixed_prefill: prompts in a captured step that has some,
-    0 = none are captured, None = 4 on CUDA, 0 on a CPU. Prompts are cut so that a step in which others decode is a
-    captured one, unless all that runs is of `LLM`'s calls in this process. On a CPU, which captures nothing, steps are
-    padded to these shapes if num_cuda_graphs > 0.
+    0 = none are captured, None = 4 on CUDA, 0 on a CPU. Unless it is 0 or all that runs is of `LLM`'s calls in this
+    process, prompts are cut so that a step in which others decode has at most cuda_graph_max_tokens (or max_num_seqs),
+    or 128 of prompts (or half of max_num_batched_tokens) where that leaves less. On a CPU, which captures nothing,
+    steps are padded to these shapes if num_cuda_graphs > 0.
     attention_backend, linear_backend: "reference" is the slow, obvious form, "plain" the library's own.
     sampling_backend: what finds the ids that top_k and top_p keep; "torch" = the engine's own form.
     quantization: "gguf" keeps the blocks of a GGUF file as they are instead of expanding them; "fp8" rounds the weights

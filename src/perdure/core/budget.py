@@ -12,6 +12,9 @@ IN_VAIN = 8
 SOON_OVER = 16
 """One that may stop at any token is taken to go on for one part in so many of what it has."""
 
+LEAST_BESIDE = 128
+"""Prompts have so many positions beside rows that decode, however many those are, or half of any step's."""
+
 
 def num_pages_for(num_positions: int, page_size: int) -> int:
     return -(-num_positions // page_size)
@@ -37,10 +40,9 @@ def burst(
 
 def beside(num_decodes: int, most: int, most_mixed: int) -> int:
     """How many positions of prompts a step has beside so many rows that decode. most, most_mixed: positions of any
-    step, and those that one which others wait for should have. Where that leaves less than half of it, prompts would
-    take too long: then they have what any step has."""
-    left = most_mixed - num_decodes
-    return left if 2 * left >= most_mixed else most - num_decodes
+    step, and those that one which others wait for should have. However little that leaves, prompts have a floor."""
+    least = min(LEAST_BESIDE, most // 2)
+    return min(max(most_mixed - num_decodes, least), most - num_decodes)
 
 
 def likely_steps(state: RequestState) -> int:

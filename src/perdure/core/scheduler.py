@@ -194,6 +194,11 @@ class Scheduler:
         """Whether everybody who waits here misses no token before the end."""
         return not self.requests.num_open
 
+    @property
+    def num_rows(self) -> int:
+        """How many requests a step may have."""
+        return len(self.requests.residents)
+
     def likely_steps(self) -> int:
         """How many steps somebody will go on for, as far as is known or likely."""
         return max((budget.likely_steps(state) for state in self.requests.residents), default=0)

@@ -74,14 +74,14 @@ class ShapeRules:
 
     @property
     def ceiling(self) -> int:
-        if self.all_prefills:
-            return self.max_tokens
-        return min(max(self.most_tokens, self.max_rows), self.max_tokens)
+        """Tokens of the largest step that is captured."""
+        return self.max_tokens if self.all_prefills else min(max(self.most_tokens, self.max_rows), self.max_tokens)
 
     @property
     def most_mixed(self) -> int:
-        """Tokens of the largest step with prompts that is captured; 0 = there is none."""
-        return self.ceiling if self.mixed_prefills else 0
+        """Tokens that a step with prompts should have where others decode, also if larger ones are captured; 0 = none
+        with prompts is."""
+        return replace(self, all_prefills=False).ceiling if self.mixed_prefills else 0
 
 
 def exponential(most: int, count: int, least: int = 1) -> list[int]:
