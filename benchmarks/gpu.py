@@ -122,7 +122,7 @@ class Child:
         except subprocess.TimeoutExpired:
             why = f"cut off after {self._seconds:.0f} s"
         self.kill()
-        print(self._out.read_text(errors="replace")[-20_000:], end="")
+        print(self._out.read_text(errors="replace")[-100_000:], end="")
         file = self._folder / "found.json"
         found: Found = json.loads(file.read_text()) if file.exists() else {}
         seconds = found.pop(SECONDS, time.monotonic() - self._begun)

@@ -25,7 +25,7 @@ WORKERS = {"engine": 5, "kernels": 7}  # beside the others; most of the time goe
 WHOLE = [f"tests/cuda/test_{name}.py" for name in ("engine", "engine_sampling", "invariance", "memory", "runner")]
 """Of whole requests and steps; the others are of kernels."""
 STORM_SEEDS = 4  # of ten storms each
-MARGIN = 20  # seconds before a section's end: a run that is stopped still tells why tests failed
+MARGIN = 10  # seconds before a section's end
 
 
 OTHERS = "not flashinfer and not storm"
@@ -82,11 +82,21 @@ def flashinfer(setup: Setup) -> Found:
 def run_pytest(setup: Setup, workers: int, *what: str) -> Found:
     """What passed and failed, also of a run that its time was too short for."""
     file, log = setup.folder / "witnessed", setup.folder / "log"
-    options = ["-v", "-p", "no:cacheprovider", "--tb=short", "--durations=15", f"--basetemp={setup.folder / 'files'}"]
+    options = [
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "gpu_sections.at_once",
+        "--tb=short",
+        "--durations=15",
+        f"--basetemp={setup.folder / 'files'}",
+    ]
     if find_spec("xdist"):
         options += ["-n", str(workers), "--dist", "worksteal"]
     command = [sys.executable, "-m", "pytest", *options, *what]
     environment = os.environ | {"PERDURE_WITNESS": str(file), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")))
     with log.open("w") as out:
         seconds = setup.seconds - MARGIN
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
@@ -112,7 +122,7 @@ def run_pytest(setup: Setup, workers: int, *what: str) -> Found:
     elif " passed" not in summary:
         failed.append("pytest passed nothing")
     if failed:
-        print(text[-20_000:])
+        print(text[-100_000:])
     slowest = [line.strip() for line in lines if " call " in line or " setup " in line]
     skipped = [line for line in lines if line.startswith("SKIPPED")]
     return claims(file, of_tests) | {"failed": failed, "summary": summary, "slowest": slowest, "skipped": skipped}
