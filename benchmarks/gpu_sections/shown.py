@@ -82,16 +82,8 @@ def flashinfer(setup: Setup) -> Found:
 def run_pytest(setup: Setup, workers: int, *what: str) -> Found:
     """What passed and failed, also of a run that its time was too short for."""
     file, log = setup.folder / "witnessed", setup.folder / "log"
-    options = [
-        "-v",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "gpu_sections.at_once",
-        "--tb=short",
-        "--durations=15",
-        f"--basetemp={setup.folder / 'files'}",
-    ]
+    options = ["-v", "-p", "no:cacheprovider", "-p", "gpu_sections.at_once", "--tb=short", "--durations=15"]
+    options.append(f"--basetemp={setup.folder / 'files'}")
     if find_spec("xdist"):
         options += ["-n", str(workers), "--dist", "worksteal"]
     command = [sys.executable, "-m", "pytest", *options, *what]
