@@ -13,6 +13,7 @@ from perdure.models.base import Weights, joined_shape
 from perdure.models.llama import LlamaModel, parameters
 from perdure.ops.kernels import triton_kernels
 from perdure.runner.bursts import joined
+from perdure.runner.cuda.pages import DevicePages
 from perdure.runner.cuda.runner import CudaRunner
 from perdure.runner.shapes import ShapeRules
 from tests.cuda.conftest import ON_GPU
@@ -115,6 +116,19 @@ def test_the_same_life_as_on_a_cpu(device, right, form):
         replays = {str(shape.num_tokens): n for shape, n in driver.device.shapes.num_steps.items() if n}
         assert replays["4"] == NUM_DECODES
         witness("feat-cuda-graph", replays=replays, shapes=[shape.num_tokens for shape in driver.device.shapes.shapes])
+
+
+def test_a_capture_that_fails_gives_the_pool_back(device, monkeypatch):
+    released = []
+
+    def graphs(*_):
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr("perdure.runner.cuda.runner.Graphs", graphs)
+    monkeypatch.setattr(DevicePages, "release", lambda pages: released.append(pages.num_bytes))
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        CudaDriver(device, rules=GRAPHS)
+    assert released and released[0] > 0
 
 
 BURST = (9, 6, 1, 9) if ON_GPU else (2, 2, 1, 2)

@@ -25,11 +25,11 @@ def test_loading_the_pool_and_a_call(make_llm: MakeLLM, tiny: Path, capsys: pyte
     llm = make_llm(progress=True)
     llm.generate([[1, 2, 3], [4, 5], [-1]], SamplingParams(max_tokens=4, ignore_eos=True))
     out, err = capsys.readouterr()
-    loading, loaded, pool, call = err.splitlines()
+    loading, ready, pool, call = err.splitlines()
     assert out == ""
     assert re.fullmatch(rf"perdure: loading {re.escape(str(tiny))} \(\d+\.\d KiB\)", loading)
     assert re.fullmatch(
-        r"perdure: loaded in \d+\.\d s: LlamaForCausalLM, 164,160 parameters, 641\.2 KiB in float32", loaded
+        r"perdure: ready in \d+\.\d s: LlamaForCausalLM, 164,160 parameters, 641\.2 KiB in float32", ready
     )
     assert re.fullmatch(r"perdure: KV pool: [\d,]+ tokens, \d+ requests of full length, [\d.]+ \w+", pool)
     assert re.fullmatch(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,21 @@ EAGER = ("reference", "flashinfer")
 FOR_GRAPHS = 1 << 30
 """Left free for what graphs, libraries and the allocator take beside a measured step."""
 
+NO_ROOM = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+"""What the driver, cuBLAS and torch's allocator for a CPU say; that for a GPU has an error of its own."""
+
+
+@contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Raises `InvalidValue` in these words where the device has no memory left."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in NO_ROOM):
+            raise
+        reason, *_ = str(error).splitlines() or [type(error).__name__]
+        raise InvalidValue(f"{what} ({reason})") from error
+
 
 def room_for_pages(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
     """Bytes that weights and the largest step leave of the device's memory. Raises `InvalidValue` if there are none."""
@@ -41,14 +58,20 @@ def room_for_pages(config: EngineConfig, loaded: LoadedModel, max_model_len: int
 
 def _largest_step(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
     """Bytes that a step of the most tokens and rows takes beside weights and pages, measured."""
-    runner = _runner(config, loaded, num_pages=1, max_model_len=max_model_len, captures=False)
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    runner.run_padding()
-    peak = torch.cuda.max_memory_allocated() - before
-    runner.release()
-    del runner
+    with memory_for(
+        f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}: beside weights "
+        "the device has no room for a step of so many; lower them"
+    ):
+        runner = _runner(config, loaded, num_pages=1, max_model_len=max_model_len, captures=False)
+        try:
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            runner.run_padding()
+            peak = torch.cuda.max_memory_allocated() - before
+        finally:
+            runner.release()
+        del runner
     torch.cuda.empty_cache()
     return peak
 

@@ -113,17 +113,21 @@ def resolve(config: EngineConfig) -> Resolved:
     path = _model_path(config, reporter)
     start = time.monotonic()
     reporter.loading(path)
-    loaded = load_model(
-        path,
-        dtype=config.dtype,
-        load_format=config.load_format,
-        seed=config.seed,
-        linear=config.linear_backend,
-        batch_invariant=bool(config.batch_invariant),
-        quantization=config.quantization,
-        device=config.device,
-        waits=False,
-    )
+    with on_cuda.memory_for(
+        f"model={str(path)!r}, dtype={config.dtype!r}: the device has no room for its weights; a smaller model or type "
+        "takes less, or quantization='fp8'"
+    ):
+        loaded = load_model(
+            path,
+            dtype=config.dtype,
+            load_format=config.load_format,
+            seed=config.seed,
+            linear=config.linear_backend,
+            batch_invariant=bool(config.batch_invariant),
+            quantization=config.quantization,
+            device=config.device,
+            waits=False,
+        )
     try:
         tokenizer = _tokenizer(config, loaded)
         core, page_bytes = _core_config(config, loaded)
@@ -135,7 +139,7 @@ def resolve(config: EngineConfig) -> Resolved:
         raise
     dtype = str(loaded.dtype).removeprefix("torch.")
     reporter.say(
-        f"loaded in {time.monotonic() - start:.1f} s: {loaded.config.architecture}, "
+        f"ready in {time.monotonic() - start:.1f} s: {loaded.config.architecture}, "
         f"{loaded.num_parameters:,} parameters, {in_units(loaded.num_bytes)} in {dtype}"
     )
     forms = (loaded.kernels.name, runner.attention_backend)
@@ -151,16 +155,21 @@ def _runner(
 ) -> Runner | CudaRunner:
     """The runner, made while weights are on their way, and the weights whole."""
     make = _on_cpu if config.device == "cpu" else on_cuda.make_runner
-    try:
-        runner = make(config, core, loaded, grammars)
-    except (OSError, MemoryError, OverflowError) as error:
-        wanted = core.num_pages * page_bytes
-        raise InvalidValue(f"num_pages={core.num_pages}: no room for a KV pool of {wanted} bytes ({error})") from error
-    try:
-        loaded.weights.finish()
-    except BaseException:
-        runner.release()
-        raise
+    pool = f"a KV pool of {core.num_pages * page_bytes} bytes"
+    with on_cuda.memory_for(
+        f"gpu_memory_utilization={config.gpu_memory_utilization}, num_pages={core.num_pages}, num_cuda_graphs="
+        f"{config.num_cuda_graphs}, cuda_graph_max_tokens={config.cuda_graph_max_tokens}: beside weights and {pool} "
+        "the device has no room for graphs and what steps share; lower one of them"
+    ):
+        try:
+            runner = make(config, core, loaded, grammars)
+        except (OSError, MemoryError, OverflowError) as error:
+            raise InvalidValue(f"num_pages={core.num_pages}: no room for {pool} ({error})") from error
+        try:
+            loaded.weights.finish()
+        except BaseException:
+            runner.release()
+            raise
     return runner
 
 

@@ -125,8 +125,12 @@ class CudaRunner:
             self._largest = largest
             self._is_stale = False
             self.graphs: Graphs | None = None
-            if captured:
-                self.graphs = Graphs(captured, self._pad_shape, self._compute_shape, device)
+            try:
+                if captured:
+                    self.graphs = Graphs(captured, self._pad_shape, self._compute_shape, device)
+            except BaseException:
+                self.release()
+                raise
 
     @property
     def functions(self) -> Functions:
