@@ -40,6 +40,7 @@ STORMS_A_SEED = 10
 NUM_STEPS = 40
 
 BURST_MS = st.sampled_from([0, 60_000])  # whatever a step takes, as many as there may be
+NUM_GRAPHS = st.sampled_from([0, 3, 3])
 HOME = st.fixed_dictionaries(
     {
         "steps_in_flight": st.integers(1, 4),
@@ -53,6 +54,7 @@ HOME = st.fixed_dictionaries(
         "poison_free_pages": st.booleans(),
         "seed": st.integers(0, 3),
         "max_burst_ms": BURST_MS,
+        "num_cuda_graphs": NUM_GRAPHS,
     }
 )
 THERE = st.fixed_dictionaries(
@@ -62,6 +64,7 @@ THERE = st.fixed_dictionaries(
         "max_num_seqs": st.integers(1, 4),
         "max_num_batched_tokens": st.sampled_from([7, 32]),
         "max_burst_ms": BURST_MS,
+        "num_cuda_graphs": NUM_GRAPHS,
     }
 )
 KV = st.sampled_from(["persist", "offload", "recompute"])
@@ -98,19 +101,23 @@ class Storm(RuleBasedStateMachine):
     @rule(
         which=st.lists(st.tuples(st.sampled_from([*PROMPTS]), st.sampled_from([*SETTINGS])), min_size=1, max_size=4),
         salt=st.sampled_from(SALTS),
+        is_closed=st.booleans(),
     )
-    def submit(self, which: list[tuple[str, str]], salt: str | None) -> None:
+    def submit(self, which: list[tuple[str, str]], salt: str | None, is_closed: bool) -> None:
         for ids, params in which:
             self.num_names += 1
             given: Prompt = {"prompt_token_ids": PROMPTS[ids], "cache_salt": salt}
-            self._submit(self.home, given, SETTINGS[params], f"request {self.num_names}")
+            self._submit(self.home, given, SETTINGS[params], f"request {self.num_names}", is_closed)
         self.turn(1)
 
-    def _submit(self, side: Side, given: Prompt | Checkpoint, params: SamplingParams, name: str) -> None:
+    def _submit(
+        self, side: Side, given: Prompt | Checkpoint, params: SamplingParams, name: str, is_closed: bool
+    ) -> None:
         is_free = isinstance(given, Checkpoint) and not (
             given.exact and (given.fingerprint == side.scheduler.requests.fingerprint or not given.num_output)
         )
-        wanted = submission(given, params, name, side.engine.ticket(), side.llm.tokenizer, stream=False, is_closed=True)
+        ticket, tokenizer = side.engine.ticket(), side.llm.tokenizer
+        wanted = submission(given, params, name, ticket, tokenizer, stream=False, is_closed=is_closed)
         traveller = Traveller(wanted, side, is_free)
         if side.state == "suspended" or name in side.scheduler.requests.live:
             self.may_refuse.add(id(traveller))
@@ -144,13 +151,13 @@ class Storm(RuleBasedStateMachine):
         self._judge()
 
     @precondition(lambda self: self.saved)
-    @rule(number=st.integers(0, 9), away=st.booleans(), again=st.booleans())
-    def go_on(self, number: int, away: bool, again: bool) -> None:
+    @rule(number=st.integers(0, 9), away=st.booleans(), again=st.booleans(), is_closed=st.booleans())
+    def go_on(self, number: int, away: bool, again: bool, is_closed: bool) -> None:
         checkpoint = self.saved[number % len(self.saved)]
         if not again:
             self.saved.remove(checkpoint)
         side = self.there if away else self.home
-        self._submit(side, checkpoint, checkpoint.params, str(checkpoint.request_id))
+        self._submit(side, checkpoint, checkpoint.params, str(checkpoint.request_id), is_closed)
         self.marks[f"went on {'there' if away else 'here'}"] += checkpoint.num_output > 0
         self.turn(1)
 
@@ -371,6 +378,7 @@ class Storm(RuleBasedStateMachine):
                 self.marks[name] += getattr(stats, name)
             self.marks["copies"] += side.num_copies
             self.marks["bursts"] += side.num_bursts
+            self.marks["cut prompts"] += side.num_cut
             if (shapes := side.engine.resolved.runner.shapes) is not None:
                 self.marks["padded steps"] += sum(shapes.num_steps.values())
         self.marks["storms"] += 1

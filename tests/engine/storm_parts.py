@@ -20,8 +20,10 @@ from perdure.api.ending import Ending
 from perdure.api.output import CompletionOutput, RequestOutput
 from perdure.api.plan import StepPlan
 from perdure.api.scores import TokenScores
+from perdure.core import budget
 from perdure.engine.engine import Engine
 from perdure.engine.handle import Arrivals
+from perdure.engine.pace import Pace
 from tests.engine.helpers import (
     V,
     check_sample_close,
@@ -116,16 +118,13 @@ class Place:
     is_exact: bool
 
 
+GRAPHS = {"cuda_graph_max_tokens": 16, "cuda_graph_mixed_prefill": 2}
 PLACES = {
-    "cpu": Place({"device": "cpu"}, check_sample_equal, check_scores_equal, is_exact=True),
-    "cuda": Place(
-        {"device": "cuda", "num_cuda_graphs": 3, "cuda_graph_max_tokens": 16, "cuda_graph_mixed_prefill": 2},
-        check_sample_close,
-        check_scores_close,
-        is_exact=False,
-    ),
+    "cpu": Place({"device": "cpu", **GRAPHS}, check_sample_equal, check_scores_equal, is_exact=True),
+    "cuda": Place({"device": "cuda", **GRAPHS}, check_sample_close, check_scores_close, is_exact=False),
 }
-"""On a GPU steps are padded to captured shapes; truth is computed without them."""
+"""Where a storm has graphs, steps are padded to their shapes, also on a CPU, and prompts cut beside rows that decode.
+Truth has none."""
 
 
 class Truth:
@@ -212,6 +211,13 @@ class Traveller:
         self.end = event
 
 
+class Unhurried(Pace):
+    """Bursts of as many steps as there may be: a storm must not depend on how long a step takes."""
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        super().took(plan, 0.0)
+
+
 class Side:
     """One of the two engines, turned by hand."""
 
@@ -219,12 +225,13 @@ class Side:
         self.llm = LLM(str(model), max_model_len=LONGEST, check_integrity=True, **config)
         self.engine = self.llm._engine
         self.scheduler = self.engine._loop.scheduler
+        self.engine._loop.pace = Unhurried(self.engine.resolved.config.max_burst_ms or 0)
         self.by_hand = ByHand(self.engine)
         for number, params in enumerate(SETTINGS.values()):
             if params.structured_outputs is not None:  # compiled now: when else, would be another storm each time
                 grammars = self.engine.resolved.runner.grammars
                 grammars.hold(-number, params.structured_outputs).result(timeout=60)
-        self.num_copies = self.num_bursts = 0
+        self.num_copies = self.num_bursts = self.num_cut = 0
         self._plan = self.scheduler.plan
         self.scheduler.plan = self._counted_plan  # type: ignore[method-assign]
 
@@ -233,7 +240,17 @@ class Side:
         if plan is not None:
             self.num_copies += len(plan.copy_from)
             self.num_bursts += plan.num_steps > 1
+            self.num_cut += self._is_cut(plan)
         return plan
+
+    def _is_cut(self, plan: StepPlan) -> bool:
+        """Whether prompts take all that rows leave them which decode and are followed, and it is less than of a step."""
+        config, requests = self.scheduler.config, self.scheduler.requests
+        num_decodes = plan.num_tokens.count(0)
+        if not (num_decodes and plan.tokens and requests.num_open and config.max_num_mixed_tokens):
+            return False
+        left = budget.beside(num_decodes, config.max_num_batched_tokens, config.max_num_mixed_tokens)
+        return len(plan.tokens) == left < config.max_num_batched_tokens - num_decodes
 
     @property
     def weights(self) -> int:
