@@ -244,7 +244,7 @@ class Side:
         return plan
 
     def _is_cut(self, plan: StepPlan) -> bool:
-        """Whether prompts take all that rows leave them which decode and are followed, and it is less than of a step."""
+        """Whether prompts take all that followed rows which decode leave them, and it is less than a step has left."""
         config, requests = self.scheduler.config, self.scheduler.requests
         num_decodes = plan.num_tokens.count(0)
         if not (num_decodes and plan.tokens and requests.num_open and config.max_num_mixed_tokens):
