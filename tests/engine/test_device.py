@@ -53,9 +53,9 @@ class Full:
         ),
         (
             "engine.resolve._on_cpu",
-            r"gpu_memory_utilization=0.9, num_pages=7, .*, cuda_graph_max_tokens=512: .* lower one .*",
+            r"num_pages=7, gpu_memory_utilization=0.9, .*, cuda_graph_max_tokens=512: .* lower one .*",
         ),
-        ("models.weight_set.WeightSet.finish", r"gpu_memory_utilization=0.9, num_pages=7, .* lower one of them"),
+        ("models.weight_set.WeightSet.finish", r"num_pages=7, gpu_memory_utilization=0.9, .* lower one of them"),
     ],
 )
 def test_no_memory_on_the_device_is_told_with_what_to_lower(

@@ -35,6 +35,15 @@ MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 64 * 132}  # of an H200: tiles of 256 
 MAX_BURST_MS = {"cpu": 0, "cuda": 200}  # a step is long on a CPU, and the host the same
 MIXED_PREFILL = {"cpu": 0, "cuda": 4}  # padding is work that only a graph pays back
 
+BESIDE_THE_POOL = (
+    "gpu_memory_utilization",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "num_cuda_graphs",
+    "cuda_graph_max_tokens",
+)
+"""What decides how much memory is taken, or left, for anything else."""
+
 POOL_SHARE = 4
 """The pool takes at most one part in so many of the memory that is free."""
 
@@ -156,10 +165,10 @@ def _runner(
     """The runner, made while weights are on their way, and the weights whole."""
     make = _on_cpu if config.device == "cpu" else on_cuda.make_runner
     pool = f"a KV pool of {core.num_pages * page_bytes} bytes"
+    sizes = ", ".join(f"{name}={getattr(config, name)}" for name in BESIDE_THE_POOL)
     with on_cuda.memory_for(
-        f"gpu_memory_utilization={config.gpu_memory_utilization}, num_pages={core.num_pages}, num_cuda_graphs="
-        f"{config.num_cuda_graphs}, cuda_graph_max_tokens={config.cuda_graph_max_tokens}: beside weights and {pool} "
-        "the device has no room for graphs and what steps share; lower one of them"
+        f"num_pages={core.num_pages}, {sizes}: beside weights and {pool} the device has no room for graphs and what "
+        "steps share; lower one of them"
     ):
         try:
             runner = make(config, core, loaded, grammars)
