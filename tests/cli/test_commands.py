@@ -252,7 +252,7 @@ def test_quantization_is_an_option_of_every_command_that_runs_a_model(perdure, t
 def test_progress_is_said_if_asked(perdure, tiny):
     assert perdure("info", "--model", tiny).err == ""
     said = perdure("info", "--model", tiny, "--progress").err.splitlines()
-    assert [line.split()[1] for line in said] == ["loading", "loaded", "KV"]
+    assert [line.split()[1] for line in said] == ["loading", "ready", "KV"]
 
 
 def test_info_warns_in_one_line_of_a_small_pool(perdure, tiny):
