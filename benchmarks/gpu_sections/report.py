@@ -47,7 +47,7 @@ def workload(
     return {"value": value, "unit": unit, "floor": floor, "gate": gate, "goal": goal, "gate_met": met, **more}
 
 
-def claims(witnessed: Path, failed: Collection[str] = ()) -> Found:
+def claims(witnessed: Path, failed: Collection[str]) -> Found:
     """Rows and cases that tests showed, each with the values of its last test and how many tests there were; not those
     of tests that then failed."""
     found: dict[str, dict[str, Any]] = {"rows": {}, "cases": {}}

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perdure.ops.select import Floats, Ids
+from perdure.ops.triton.launches import cdiv
 
 CHUNK = 4096  # ids of one program
 PART = 1024  # of these handled at once where something was asked
@@ -349,7 +350,7 @@ def unadjusted(logits: Tensor) -> Adjusted:
 
 def _adjusted(logits: Tensor, values: Tensor, asked: Tensor, masks: Tensor, output_index: Tensor) -> Adjusted:
     num_rows, vocab_size = logits.shape
-    chunks = triton.cdiv(vocab_size, CHUNK)
+    chunks = cdiv(vocab_size, CHUNK)
     raw_best, best = (torch.empty(num_rows, chunks, dtype=torch.float32, device=logits.device) for _ in range(2))
     best_id = torch.empty(num_rows, chunks, dtype=torch.int32, device=logits.device)
     raw_block_best, block_best = (

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from perdure.ops.triton.adjust import FINE
+from perdure.ops.triton.launches import cdiv
 
 MOST_ENDS = tl.constexpr(8)
 """Ids that end a row; one that has more goes on until its burst is over."""
@@ -40,7 +41,7 @@ class RowEnds:
     def learn(self, results: Tensor, kept: Tensor, slots: Tensor, output_index: Tensor, count: int) -> None:
         """results [2, S]: tokens of the first `count` rows, drawn into these slots at these output indices, and what
         came of them; kept [2, S] gets a copy."""
-        _learn_kernel[(triton.cdiv(count, _ROWS),)](
+        _learn_kernel[(cdiv(count, _ROWS),)](
             results, kept, slots, output_index, self.ends, self.over, count, results.shape[1], len(self.over) - 1,
             BLOCK=_ROWS,
         )  # fmt: skip
@@ -51,7 +52,7 @@ class RowEnds:
         """Copy a step's numbers [W] to words [W], of which these columns are parts: write, slots of `count` rows in
         their order, at, at_slots of the same in another. Rows that are over are left out."""
         begins = [column.storage_offset() - words.storage_offset() for column in (write, at, at_slots, slots)]
-        _turn_kernel[(triton.cdiv(len(words), _WORDS),)](
+        _turn_kernel[(cdiv(len(words), _WORDS),)](
             numbers, words, self.over, len(words), *begins, count, len(self.over) - 1, BLOCK=_WORDS
         )  # fmt: skip
 

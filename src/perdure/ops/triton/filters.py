@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from perdure.ops.triton.adjust import Adjusted
+from perdure.ops.triton.launches import power_of_2
 from perdure.ops.triton.weights import (
     COLDEST,
     Kept,
@@ -300,11 +301,11 @@ def find_kept(x: Adjusted, s: Settings, masses: Masses) -> Kept:
     last_tie = torch.empty(num_rows, dtype=torch.int32, device=device)
     lists = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device)
     found = torch.empty(num_rows, ROOM, dtype=torch.int32, device=device)
-    padded = triton.next_power_of_2(num_blocks)
+    padded = power_of_2(num_blocks)
     _filter_kernel[(num_rows,)](
         x.logits, x.values, s.asked, s.masks, x.best, x.best_id, x.block_best, s.temperature, s.top_k, s.top_p, s.min_p,
         border, last_tie, masses.sums, masses.of_chunks, lists, found, vocab_size, chunks, num_blocks,
-        x.logits.stride(0), CP=triton.next_power_of_2(chunks), NBP=padded, TB=min(TILE_BLOCKS, padded), ROOM=ROOM,
+        x.logits.stride(0), CP=power_of_2(chunks), NBP=padded, TB=min(TILE_BLOCKS, padded), ROOM=ROOM,
         num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     return Kept(border, last_tie)

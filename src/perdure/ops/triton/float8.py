@@ -17,6 +17,7 @@ from torch import Tensor
 
 from perdure.ops.float8 import E4M3, TILE, Float8Weight
 from perdure.ops.linear import Product
+from perdure.ops.triton.launches import cdiv, power_of_2
 
 BLOCK = 16384  # elements of a row held at once
 FEW_ROWS = 512
@@ -59,7 +60,7 @@ def quantised_rows(x: Tensor, most: float | None = None) -> tuple[Tensor, Tensor
     factors = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
         assert x.stride(1) == 1, "a row lies in one piece"
-        block = min(BLOCK, triton.next_power_of_2(padded))
+        block = min(BLOCK, power_of_2(padded))
         _quantise_kernel[(num_rows,)](
             x, codes, factors, x.stride(0), num_columns, padded, MOST=most or 0.0, ROW=padded <= block, BLOCK=block,
             num_warps=max(1, min(16, block // 512)),
@@ -87,8 +88,8 @@ def scaled(
 ) -> Tensor:
     """The first num_out columns of sums (fp32), scaled and rounded to a type."""
     out = torch.empty(sums.shape[0], num_out, dtype=dtype, device=sums.device)
-    block = min(1024, triton.next_power_of_2(num_out))
-    _scale_kernel[(sums.shape[0], triton.cdiv(num_out, block))](
+    block = min(1024, power_of_2(num_out))
+    _scale_kernel[(sums.shape[0], cdiv(num_out, block))](
         sums, row_factors, factors, factors if bias is None else bias, out, num_out, sums.stride(0),
         BIAS=bias is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from perdure.ops.linear import Product
+from perdure.ops.triton.launches import cdiv
 
 PROGRAMS = 96  # that a product should have, at least
 FEW_ROWS = 16  # that are fetched faster without the copy engine, for wide weights
@@ -81,7 +82,7 @@ def choose_tile(num_rows: int, num_cols: int) -> Tile:
         return FEW
     for tile in TILES:
         fits = tile.rows <= max(64, num_rows)
-        if fits and triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_cols, tile.cols) >= PROGRAMS:
+        if fits and cdiv(num_rows, tile.rows) * cdiv(num_cols, tile.cols) >= PROGRAMS:
             return tile
     return NARROW
 
@@ -98,7 +99,7 @@ def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     if bulk:
         a = TensorDescriptor(x, [num_rows, depth], [x.stride(0), 1], [tile.rows, tile.depth])
         b = TensorDescriptor(w, [num_cols, depth], [depth, 1], [tile.cols, tile.depth])
-    _product_kernel[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_cols, tile.cols),)](
+    _product_kernel[(cdiv(num_rows, tile.rows) * cdiv(num_cols, tile.cols),)](
         a, b, bias, y, num_rows, num_cols, depth, x.stride(0), BLOCK_M=tile.rows, BLOCK_N=tile.cols, BLOCK_K=tile.depth,
         GROUP=8, BIAS=bias is not None, BULK=bulk, EVEN=depth % tile.depth == 0 and num_cols % tile.cols == 0,
         STAGES=tile.stages, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=tile.warps,

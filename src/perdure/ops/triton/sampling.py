@@ -19,6 +19,7 @@ from torch import Tensor
 
 from perdure.ops.triton.adjust import CHUNK, FINE, NOTHING_LEFT, UNUSABLE, Adjusted, adjust, learn
 from perdure.ops.triton.filters import find_kept
+from perdure.ops.triton.launches import power_of_2
 from perdure.ops.triton.weights import (
     BLOCK,
     COLDEST,
@@ -189,7 +190,7 @@ def weigh(x: Adjusted, s: Settings) -> Masses:
     of_chunks = torch.empty(num_rows, chunks, dtype=torch.float64, device=device)
     _mass_kernel[(num_rows, chunks)](
         x.logits, x.values, s.asked, s.masks, x.best, s.temperature, s.top_k, s.top_p, sums, of_chunks,
-        vocab_size, chunks, num_blocks, x.logits.stride(0), CHUNK=CHUNK, CP=triton.next_power_of_2(chunks), num_warps=4,
+        vocab_size, chunks, num_blocks, x.logits.stride(0), CHUNK=CHUNK, CP=power_of_2(chunks), num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip
     return Masses(sums, of_chunks)
@@ -202,7 +203,7 @@ def restrict(x: Adjusted, s: Settings, kept: Kept, masses: Masses) -> None:
     _restrict_kernel[(num_rows, chunks)](
         x.logits, x.values, s.asked, s.masks, x.best, x.best_id, s.temperature, s.top_k, s.top_p, s.min_p, kept.border,
         kept.last_tie, masses.sums, vocab_size, chunks, masses.sums.shape[1], x.logits.stride(0), CHUNK=CHUNK,
-        CP=triton.next_power_of_2(chunks), num_warps=4, enable_fp_fusion=False,
+        CP=power_of_2(chunks), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -222,8 +223,8 @@ def draw_tokens(
     _draw_kernel[(num_rows,)](
         logits, x.values, s.asked, s.masks, x.raw_best, x.best, x.best_id, s.temperature, s.top_k, s.min_p, s.seed_low,
         s.seed_high, s.output_index, s.child, s.forced, s.slots, kept.border, kept.last_tie, masses.sums, inside,
-        tokens, codes, last_token, vocab_size, chunks, num_blocks, logits.stride(0), CP=triton.next_power_of_2(chunks),
-        NBP=triton.next_power_of_2(num_blocks), GROUPS=triton.next_power_of_2(num_blocks // GROUP), num_warps=1,
+        tokens, codes, last_token, vocab_size, chunks, num_blocks, logits.stride(0), CP=power_of_2(chunks),
+        NBP=power_of_2(num_blocks), GROUPS=power_of_2(num_blocks // GROUP), num_warps=1,
         enable_fp_fusion=False,
     )  # fmt: skip
     return x, kept

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from perdure.ops.triton.adjust import CHUNK, Adjusted
+from perdure.ops.triton.launches import power_of_2
 from perdure.ops.triton.weights import (
     COLDEST,
     Kept,
@@ -190,14 +191,14 @@ def score(view: View, ids: Tensor) -> Scored:
     normaliser = torch.empty(count, dtype=torch.float64, device=device)
     is_bad = torch.empty(count, dtype=torch.bool, device=device)
     if count:
-        padded = triton.next_power_of_2(chunks)
+        padded = power_of_2(chunks)
         _score_kernel[(count, chunks)](
             *view.arguments, ids, mass, values, before, x.logits.shape[1], chunks, x.logits.stride(0), listed,
             CHUNK=CHUNK, CP=padded, PROCESSED=view.drawn is not None, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         _finish_kernel[(count,)](
             entries.row, entries.is_processed, x.raw_best, mass, values, before, scores, ranks, normaliser,
-            is_bad.view(torch.int8), chunks, listed, CP=padded, LP=triton.next_power_of_2(listed), num_warps=1,
+            is_bad.view(torch.int8), chunks, listed, CP=padded, LP=power_of_2(listed), num_warps=1,
             enable_fp_fusion=False,
         )  # fmt: skip
     return Scored(scores, ranks, normaliser, is_bad)
@@ -296,7 +297,7 @@ def best_ids(view: View, count: int, normaliser: Tensor) -> tuple[Tensor, Tensor
         x.best.device,
     )
     num_entries, of_each = len(view.entries.row), min(count, CHUNK)
-    is_drawn, padded = view.drawn is not None, triton.next_power_of_2(chunks)
+    is_drawn, padded = view.drawn is not None, power_of_2(chunks)
     if count <= FEW:
         ids, lists = (
             torch.empty(num_entries, width, dtype=torch.int32, device=device) for width in (count, num_blocks)
@@ -304,7 +305,7 @@ def best_ids(view: View, count: int, normaliser: Tensor) -> tuple[Tensor, Tensor
         scores = torch.empty(num_entries, count, dtype=torch.float32, device=device)
         _few_best_kernel[(num_entries,)](
             *view.arguments, x.raw_block_best, x.block_best, normaliser, lists, ids, scores, vocab_size, chunks,
-            num_blocks, x.logits.stride(0), count, CP=padded, NBP=triton.next_power_of_2(num_blocks), TB=TILE_BLOCKS,
+            num_blocks, x.logits.stride(0), count, CP=padded, NBP=power_of_2(num_blocks), TB=TILE_BLOCKS,
             PROCESSED=is_drawn, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         return ids, scores
