@@ -75,7 +75,7 @@ def storms(setup: Setup) -> Found:
 def flashinfer(setup: Setup) -> Found:
     if find_spec("flashinfer") is None:
         return {"not_run": ["flashinfer: flashinfer-python is not installed"]}
-    os.environ.setdefault("MAX_JOBS", "3")  # compilers at a time
+    os.environ.setdefault("MAX_JOBS", "5")  # compilers at a time: each kind of attention is ten files
     return run_pytest(setup, 2, "-m", "gpu", "-k", "flashinfer", "tests/cuda")
 
 

@@ -34,14 +34,17 @@ def test_attention_over_pages_of_8_bits_is_that_over_their_values(device, dtype,
     random = Random(device)
     pages = to_e4m3(random(2, 2, 40, 16, dim))
     q = random(78, 4, dim, dtype=dtype)
-    columns = (
-        random.order(40).view(4, 10).tolist(), [0, 76, 77], [0, 3, 1], [130, 64, -1],
-        [(1, 1, 60, 70), (2, 71, 3, 5), (0, 0, 0, 0)],
-    )  # fmt: skip
-    rows = PagedRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
+    table = random.order(40).view(4, 10).tolist()
     shape, layer = CacheShape(4, 2, dim, 40, 16), LayerAttention(dim**-0.5, *KINDS[kind])
-    form = make_paged("triton", shape, layer, dtype, device, kv_dtype=E4M3)
-    check_close(form.run(q, pages, rows)[:77], form.run(q.float(), pages.float(), rows)[:77], dtype)
+    outputs = []
+    for queries, cache, kv_dtype in ((q, pages, E4M3), (q.float(), pages.float(), torch.float32)):
+        form = make_paged("triton", shape, layer, queries.dtype, device, kv_dtype=kv_dtype)
+        size = form.block_size
+        blocks = [(1, 1 + low, 60 + low, min(size, 70 - low)) for low in range(0, 70, size)]
+        columns = table, [0, 76, 77], [0, 3, 1], [130, 64, -1], [*blocks, (2, 71, 3, 5), (0, 0, 0, 0)]
+        rows = PagedRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
+        outputs.append(form.run(queries, cache, rows)[:77])
+    check_close(*outputs, dtype)
 
 
 def test_the_reference_reads_pages_of_8_bits(device):

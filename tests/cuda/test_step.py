@@ -27,7 +27,7 @@ def test_every_column_begins_on_16_bytes_and_has_a_place_of_its_own(size):
     assert words.sum() == sum(lengths)
 
 
-@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("block_size", [32, 64, 128])
 def test_a_shape_has_blocks_for_whatever_prompts_it_takes(block_size):
     """One prompt of all its tokens; as many as it has rows for, of one token over whole blocks each."""
     for shape in shapes(ShapeRules(512, 4096, 512, -1, "hybrid", 512, 4)):

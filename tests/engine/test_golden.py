@@ -106,7 +106,8 @@ def test_cpu16_all_at_once(rounded: LLM) -> None:
 
 
 def test_cpu16_one_by_one(rounded: LLM) -> None:
-    """The same ids when each prompt is alone in the engine; prompts computed before come from the prefix cache."""
+    """The same ids when each prompt is alone in the engine, and its pages come from the prefix cache."""
+    rounded.generate(CPU16["prompt_ids"], settings(max_tokens=1))
     num_cached = 0
     for ids, generated in zip(CPU16["prompt_ids"], CPU16["generated_ids"]):
         outputs = rounded.generate([ids], settings(max_tokens=64, logprobs=2))

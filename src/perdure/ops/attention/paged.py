@@ -63,7 +63,7 @@ class TritonPaged:
     name = "triton"
     is_planned = False
 
-    def __init__(self, shape: CacheShape, layer: LayerAttention, *, batch_invariant: bool) -> None:
+    def __init__(self, shape: CacheShape, layer: LayerAttention, dtype: torch.dtype, *, batch_invariant: bool) -> None:
         from perdure.ops.triton import attention
 
         self._decode, self._prompts = (
@@ -71,7 +71,8 @@ class TritonPaged:
             for form in (attention.attend_decode, attention.attend_prompts)
         )
         self._most_turning = 0 if batch_invariant else attention.MOST_TURNING // shape.num_kv_heads
-        self.block_size = attention.prompt_block(shape.head_dim, invariant=batch_invariant)
+        group = shape.num_heads // shape.num_kv_heads
+        self.block_size = attention.prompt_block(shape.head_dim, group, dtype, invariant=batch_invariant)
         self.kernel = f"triton by {attention.SPLIT}" if batch_invariant else "triton"
 
     def plan(self, rows: AttentionRows) -> None:
@@ -104,10 +105,10 @@ class HopperPaged(TritonPaged):
 
     name = "hopper"
 
-    def __init__(self, shape: CacheShape, layer: LayerAttention) -> None:
+    def __init__(self, shape: CacheShape, layer: LayerAttention, dtype: torch.dtype) -> None:
         from perdure.ops.triton import hopper
 
-        super().__init__(shape, layer, batch_invariant=False)
+        super().__init__(shape, layer, dtype, batch_invariant=False)
         self.kernel = self.name
         self._prompts = partial(hopper.attend_prompts, scale=layer.scale)
 
@@ -185,7 +186,7 @@ def make_paged(
     if name == "hopper":
         if reason := why_not():
             raise ValueError(f"attention_backend='hopper' does not serve here: {reason}")
-        return HopperPaged(shape, layer)
+        return HopperPaged(shape, layer, dtype)
     if name == "reference":
         return ReferencePaged(shape, layer)
-    return TritonPaged(shape, layer, batch_invariant=batch_invariant)
+    return TritonPaged(shape, layer, dtype, batch_invariant=batch_invariant)

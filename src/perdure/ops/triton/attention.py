@@ -35,7 +35,6 @@ from perdure.ops.triton.rows import turned_heads
 
 BLOCK = 64  # keys gone over at once
 SPLIT = 1024  # keys of a range at absolute positions
-LEAST_ROWS = 64  # of an invariant tile
 PROGRAMS = 512  # that rows of one query are shared out among, at least, as far as ranges go
 MOST_TURNING = 256  # rows times key heads: with more, what turns them ahead costs less than a longer way into each
 MOST_RANGES = 32  # of a row, where its length decides what a range is
@@ -285,9 +284,15 @@ def _factor(scale: float, softcap: float | None) -> float:
     return 1.4426950408889634 * (scale if softcap is None else 1.0)
 
 
-def prompt_block(head_dim: int, *, invariant: bool) -> int:
-    """Queries of one block of a prompt. An invariant tile holds twice the sums of another."""
-    return 64 if invariant or head_dim > 128 else 128
+def prompt_block(head_dim: int, group: int, dtype: torch.dtype, *, invariant: bool) -> int:
+    """Queries of one block of a prompt. An invariant tile holds twice the sums of another, and a group of query heads,
+    for rows of one query have the same. Products in float32 are written out term by term: of 64 queries and heads of
+    256 they take half a minute to compile, of 32 a third of that."""
+    if dtype == torch.float32:
+        queries = 32
+    else:
+        queries = 64 if invariant or head_dim > 128 else 128
+    return max(queries, power_of_2(group)) if invariant else queries
 
 
 def attend_decode(
@@ -305,7 +310,7 @@ def attend_decode(
         return
     num_kv_heads, page = cache.shape[1], cache.shape[3]
     group, padded, factor = num_heads // num_kv_heads, _padded(dim), _factor(scale, softcap)
-    rows = max(LEAST_ROWS if invariant else 16, power_of_2(group))
+    rows = prompt_block(dim, group, q.dtype, invariant=True) if invariant else max(16, power_of_2(group))
     split = SPLIT if invariant else 0
     most = cdiv(table.shape[1] * page, SPLIT) if invariant else MOST_RANGES
     shared = num_programs(num_rows, num_kv_heads, most)
@@ -347,14 +352,14 @@ def attend_prompts(
     if len(blocks) == 0:
         return
     num_heads, dim, page = q.shape[1], q.shape[2], cache.shape[3]
-    padded = _padded(dim)
+    padded, group = _padded(dim), num_heads // cache.shape[1]
     bulk = page % BLOCK == 0 and dim == padded and cache.dtype == q.dtype != torch.float32
     flat = cache.view(-1, dim)
     described = TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [BLOCK, dim]) if bulk else cache
     _prompt_kernel[(num_heads, len(blocks))](
         q, cache, described, table, blocks, out, q.stride(0), cache.stride(0), cache.stride(1), table.shape[1], scale,
-        _factor(scale, softcap), HEADS=num_heads, G=num_heads // cache.shape[1], D=dim, DP=padded, PAGE=page,
-        QUERIES=prompt_block(dim, invariant=invariant), BLOCK=BLOCK, SPLIT=SPLIT if invariant else 0,
+        _factor(scale, softcap), HEADS=num_heads, G=group, D=dim, DP=padded, PAGE=page,
+        QUERIES=prompt_block(dim, group, q.dtype, invariant=invariant), BLOCK=BLOCK, SPLIT=SPLIT if invariant else 0,
         WINDOW=window or 0, CAP=softcap or 0.0, BULK=bulk, STAGES=_stages(q, 3),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, enable_fp_fusion=not invariant,
     )  # fmt: skip
