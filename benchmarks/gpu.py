@@ -4,8 +4,8 @@
 
 - A section is a function in `gpu_sections` and a line in `SECTIONS`, with the most seconds it may take. Each runs in a
   process of its own: one that hangs, or that breaks the device for its process, costs no other.
-- What is only right or wrong comes first, side by side; then, in turn, what watches every access, which keeps others
-  from the GPU, and what is timed.
+- What is only right or wrong comes first, side by side; then what watches every access, which keeps others from the
+  GPU (not from compiling); then, in turn, what is timed.
 - `--limit`: when so many seconds are over, nothing more is begun, and the report says what was not run. Ten minutes are
   enough on 16 cores; with more, each section may take longer, too.
 
@@ -44,11 +44,14 @@ from gpu_sections.wake import wake
 
 
 class Section(NamedTuple):
-    """seconds: it is cut off after so many. is_alone: nothing may run beside it."""
+    """seconds: it is cut off after so many. is_alone: nothing else uses the GPU beside it. is_long: it mostly compiles,
+    and may go on beside what is alone, unless that is_timed."""
 
     run: Callable[[Setup], Found]
     seconds: int
     is_alone: bool = True
+    is_long: bool = False
+    is_timed: bool = True
 
 
 def _job(name: str) -> dict[str, Section]:
@@ -59,9 +62,9 @@ SECTIONS: dict[str, Section] = {
     "engine": Section(engine, 250, is_alone=False),
     "kernels": Section(kernels, 250, is_alone=False),
     "storms": Section(storms, 170, is_alone=False),
-    "parity": Section(parity, 120, is_alone=False),
-    "flashinfer": Section(flashinfer, 250, is_alone=False),
-    "sanitizer": Section(sanitizer, 100),
+    "parity": Section(parity, 170, is_alone=False),
+    "flashinfer": Section(flashinfer, 300, is_alone=False, is_long=True),
+    "sanitizer": Section(sanitizer, 100, is_timed=False),
     "attention": Section(attention, 45),
     **_job("nano"),
     **_job("b64"),
@@ -205,7 +208,7 @@ def show(name: str, found: Found, seconds: float) -> None:
 
 
 def run_all(names: list[str], report: Report, end: float, profile: bool) -> None:
-    """Those that may be side by side, then the others in turn. The next one imports while one runs."""
+    """Those that may be side by side, then the others in turn, timed ones last. The next one imports while one runs."""
     longer = max(1.0, (end - time.monotonic()) / LIMIT)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         children: list[Child] = []
@@ -214,25 +217,34 @@ def run_all(names: list[str], report: Report, end: float, profile: bool) -> None
             children.append(Child(name, Path(folder), profile))
             return children[-1]
 
+        def add(child: Child) -> None:
+            report.add(child.name, *child.end())
+
         def begin(child: Child) -> None:
             child.begin(min(longer * SECTIONS[child.name].seconds, end - time.monotonic()))
 
         try:
             beside = [make(name) for name in names if not SECTIONS[name].is_alone]
-            alone = [name for name in names if SECTIONS[name].is_alone]
+            alone = sorted((name for name in names if SECTIONS[name].is_alone), key=lambda x: SECTIONS[x].is_timed)
             for child in beside:
                 begin(child)
             following = make(alone[0]) if alone else None
+            late = [child for child in beside if SECTIONS[child.name].is_long]
             for child in beside:
-                report.add(child.name, *child.end())
+                if child not in late:
+                    add(child)
             for at, name in enumerate(alone):
+                while late and SECTIONS[name].is_timed:
+                    add(late.pop())
                 if end - time.monotonic() < LEAST_SECONDS:
                     report.add(name, {"failed": [f"{name}: not begun, no time was left"]}, 0)
                     continue
                 child = following or make(name)
                 begin(child)
                 following = make(alone[at + 1]) if at + 1 < len(alone) else None
-                report.add(name, *child.end())
+                add(child)
+            for child in late:
+                add(child)
         finally:
             for child in children:
                 child.kill()
@@ -242,7 +254,7 @@ def main() -> int:
     begin = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = ",".join(name for name in SECTIONS if name not in ASKED_FOR)
-    parser.add_argument("--only", default=usual, help="sections, in this order")
+    parser.add_argument("--only", default=usual, help="sections, in this order, timed ones last")
     parser.add_argument("--limit", type=float, default=3 * LIMIT, help="seconds; then nothing is begun or goes on")
     parser.add_argument("--profile", action="store_true", help="tables of kernels: of nano, b64 and the dearest draws")
     parser.add_argument("--json", type=Path)

@@ -76,16 +76,18 @@ def flashinfer(setup: Setup) -> Found:
     if find_spec("flashinfer") is None:
         return {"not_run": ["flashinfer: flashinfer-python is not installed"]}
     os.environ.setdefault("MAX_JOBS", "5")  # compilers at a time: each kind of attention is ten files
-    return run_pytest(setup, 2, "-m", "gpu", "-k", "flashinfer", "tests/cuda")
+    files = [f"tests/cuda/test_{name}.py" for name in ("flashinfer", "engine_sampling", "sampling")]
+    return run_pytest(setup, 3, "-m", "gpu", "-k", "flashinfer", *files, dist="load")
 
 
-def run_pytest(setup: Setup, workers: int, *what: str) -> Found:
-    """What passed and failed, also of a run that its time was too short for."""
+def run_pytest(setup: Setup, workers: int, *what: str, dist: str = "worksteal") -> Found:
+    """What passed and failed, also of a run that its time was too short for. dist: how xdist shares tests out; "load"
+    hands them out in turn, a few at a time."""
     file, log = setup.folder / "witnessed", setup.folder / "log"
     options = ["-v", "-p", "no:cacheprovider", "-p", "gpu_sections.at_once", "--tb=short", "--durations=15"]
     options.append(f"--basetemp={setup.folder / 'files'}")
     if find_spec("xdist"):
-        options += ["-n", str(workers), "--dist", "worksteal"]
+        options += ["-n", str(workers), "--dist", dist]
     command = [sys.executable, "-m", "pytest", *options, *what]
     environment = os.environ | {"PERDURE_WITNESS": str(file), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")))

@@ -41,6 +41,8 @@ def test_against_the_reference(device, dtype, heads, page_size, kind, invariant)
     on the CPU: what watches the kernels of a GPU (compute-sanitizer) then sees few others."""
     if heads != MOST_HEADS and (dtype != torch.float32 or page_size != 16 or kind != "both"):
         pytest.skip("other types, pages and kinds with one size of heads")
+    if dtype == torch.float32 and (kind in ("window", "cap") or page_size == 4):
+        pytest.skip("it takes longest to compile, and has what the others have")
     if not ON_GPU and (kind not in ("both", "plain") or page_size == 4 or heads == (4, 4, 16) or (
         dtype == torch.float16 and (kind, page_size) != ("both", 16)
     )):  # fmt: skip
