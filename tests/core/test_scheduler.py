@@ -69,6 +69,21 @@ def test_priority_then_arrival() -> None:
     assert order == ["urgent", "first", "late"]
 
 
+def test_an_urgent_prompt_does_not_wait_for_a_long_one_that_was_begun() -> None:
+    bench = Bench(max_num_batched_tokens=4)
+    bench.submit("long", list(range(15)), max_tokens=1)
+    bench.step()
+    bench.submit("later", [1, 2], max_tokens=1)
+    bench.submit("urgent", [9] * 5, max_tokens=1, priority=-1)
+    rows = []
+    while (plan := bench.launch()) is not None:
+        rows.append(list(zip(plan.request, plan.length)))
+        bench.commit()
+    assert rows == [[(2, 4)], [(2, 1), (0, 3)], [(0, 4)], [(0, 4)], [(1, 2)]]
+    order = [event.record.request_id for event in bench.events if isinstance(event, ev.Ended)]
+    assert order == ["urgent", "long", "later"]
+
+
 def test_every_private_page_is_fresh_and_no_shared_one_is() -> None:
     bench = Bench()
     prompt = list(range(10))

@@ -26,6 +26,8 @@ from perdure.api.request import Request
 from perdure.api.sampling import SamplingParams
 from perdure.api.scores import TokenScores
 from perdure.core.admission import derived_seed
+from perdure.core.budget import num_pages_for
+from perdure.core.lifecycle import Status
 from perdure.core.scheduler import Scheduler
 from perdure.core.stopping import Begins
 from perdure.engine.loop import Inbox, Loop
@@ -91,13 +93,41 @@ class MarkingScheduler(Scheduler):
         return told
 
     def plan(self, most_steps: int = 1) -> StepPlan | None:
+        replays = any(state.replay is not None for state in self.requests.waiting)  # nobody overtakes those
         plan = super().plan(most_steps)
         if plan is not None:
             self.marks["bursts"] += plan.num_steps > 1
             self.marks["longest bursts"] += plan.num_steps == 16
             self.marks["copies"] += len(plan.copy_from)
             self.marks["later children in prefill"] += sum(init.child > 0 for init in plan.row_inits)
+            if not replays:
+                self._check_order(plan)
         return plan
+
+    def _check_order(self, plan: StepPlan) -> None:
+        """No prompt goes on while one that goes before it, and that could be taken in, waits."""
+        requests, config = self.requests, self.config
+        begun = {init.request for init in plan.row_inits}
+        orders = {
+            arrival: requests.states[arrival].order
+            for arrival, num_tokens in zip(plan.request, plan.num_tokens)
+            if num_tokens
+        }
+        going_on = [order for arrival, order in orders.items() if arrival not in begun]
+        latest = max(going_on, default=None)
+        if latest is None:
+            return
+        self.marks["taken in before a prompt that goes on"] += any(orders[one] < latest for one in begun)
+        num_paused = sum(state.status is Status.PAUSED for state in requests.residents)
+        if not requests.slots.num_free or (num_paused and not config.admit_beside_paused):
+            return
+        ready = (s for s in requests.waiting if not s.group.waits_for and self._control.may_admit(s.arrival))
+        first = next(ready, None)
+        if first is None or first.order > latest or first.in_flight or first.awaits or first.group.must_wait(first):
+            return
+        needed = num_pages_for(min(len(first.tokens), first.last_position), config.page_size)
+        needed += len(requests.residents) if first.num_evictions else 0
+        assert needed > requests.pool.num_free - num_paused, f"{first.order} waits while {latest} goes on"
 
 
 class Life:

@@ -56,6 +56,12 @@ FAULTS = {
         "        self._prefill(state, draft); state.num_computed = state.num_planned; requests.cache.publish(state)\n"
         "        return True",
     ),
+    "an_urgent_prompt_behind_one_that_was_begun": (
+        "core/planning.py",
+        1,
+        "                self._admit_waiting(draft, before=state)",
+        "                pass",
+    ),
     "cached_keys_that_survive_a_drop_of_the_kv": (
         "core/requests.py",
         1,

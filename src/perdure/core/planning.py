@@ -1,7 +1,7 @@
 """`Planning`: which rows the next step computes.
 
-- A step first continues residents that decode, then those in prefill, then admits: first come, first served. All of it
-  under one token budget.
+- A step first continues residents that decode. Then prompts, those begun and those to be taken in, share what is left
+  of one token budget in order (priority, arrival).
 - Nobody overtakes one that waits for a slot or for pages. Whoever is ready goes past those whose grammar is not. One
   that waits for a prefix which another computes is passed over too, and a slot and its pages are kept for it.
 - Pages for a prefill are taken whole at admission, so a prefill never stalls; a decoding row takes one at a time.
@@ -12,8 +12,6 @@
 """
 
 from __future__ import annotations
-
-from itertools import islice
 
 from perdure.api.config import CoreConfig
 from perdure.api.plan import StepPlan
@@ -37,8 +35,10 @@ class Planning:
     @property
     def can_act(self) -> bool:
         """Whether `plan` could return a step now, as far as is known without trying."""
-        has_rows = bool(self._requests.residents) or any(not state.in_flight for state in self._ready(1))
-        return self._control.may_plan and has_rows
+        if not self._control.may_plan:
+            return False
+        first = self._next_ready()
+        return bool(self._requests.residents) or (first is not None and not self._requests.waiting[first].in_flight)
 
     def plan(self, most_steps: int) -> StepPlan | None:
         """The next step, or a burst of most_steps at most; None if there is nothing to do now (paused, drained, or all
@@ -89,6 +89,8 @@ class Planning:
             draft.tokens_left = min(draft.tokens_left, most)
         for state in prefills:
             if draft.tokens_left > 0 and state.is_resident:
+                self._admit_waiting(draft, before=state)
+            if draft.tokens_left > 0 and state.is_resident:
                 self._prefill(state, draft)
 
     def _prefill(self, state: RequestState, draft: PlanDraft) -> None:
@@ -127,32 +129,35 @@ class Planning:
         draft.grow(state, 1)
         return True
 
-    def _ready(self, count: int) -> list[RequestState]:
-        """The first in the queue that neither a pause nor what they wait for holds back."""
-        may_admit = self._control.may_admit
-        ready = (state for state in self._requests.waiting if not state.group.waits_for and may_admit(state.arrival))
-        return list(islice(ready, count))
+    def _next_ready(self, at: int = 0) -> int | None:
+        """The first place in the queue, from this one on, of one that neither a pause nor what it needs holds back."""
+        waiting, may_admit = self._requests.waiting, self._control.may_admit
+        places = range(at, len(waiting))
+        return next((n for n in places if not waiting[n].group.waits_for and may_admit(waiting[n].arrival)), None)
 
-    def _admit_waiting(self, draft: PlanDraft) -> None:
+    def _admit_waiting(self, draft: PlanDraft, before: RequestState | None = None) -> None:
+        """Take in as many as there is room for, or of these only who goes before one that was begun."""
         requests = self._requests
         if not self._config.admit_beside_paused and any(s.status is Status.PAUSED for s in requests.residents):
             return
-        num_kept = 0
-        for state in self._ready(requests.slots.num_free):
-            if draft.tokens_left <= 0 or state.in_flight:
+        num_passed = num_kept = at = 0
+        while num_passed < requests.slots.num_free and (place := self._next_ready(at)) is not None:
+            state, at = requests.waiting[place], place  # where the next one is, if this one is held or taken in
+            if draft.tokens_left <= 0 or state.in_flight or (before and before.order < state.order):
                 break
             if state.group.must_wait(state):
                 requests.hold(state)
-                continue
-            if state.tried_at == requests.pool.version:
+            elif state.tried_at == requests.pool.version:
                 break
-            num_found = requests.cache.find(state)
-            fork = state.group.fork_for(state, num_found, self._config.page_size)
-            if fork is None and requests.cache.is_coming(state):
-                requests.let_wait(state)
-                num_kept += self._num_pages(state) - num_found
-            elif not self._take_in(state, num_found, fork, num_kept, draft):
-                break
+            else:
+                num_found = requests.cache.find(state)
+                fork = state.group.fork_for(state, num_found, self._config.page_size)
+                if fork is None and requests.cache.is_coming(state):
+                    requests.let_wait(state)
+                    num_kept += self._num_pages(state) - num_found
+                    num_passed, at = num_passed + 1, place + 1
+                elif not self._take_in(state, num_found, fork, num_kept, draft):
+                    break
 
     def _num_pages(self, state: RequestState) -> int:
         """For all its known tokens."""

@@ -22,6 +22,9 @@ class Queue:
     def __len__(self) -> int:
         return len(self._states)
 
+    def __getitem__(self, place: int) -> RequestState:
+        return self._states[place]
+
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states)
 
