@@ -243,17 +243,37 @@ def test_settings_survive_the_wire() -> None:
         ),
         ({"device": "cuda", "attention_backend": "tiled"}, "attention_backend='tiled' is not for device='cuda'"),
         ({"device": "cuda", "linear_backend": "packed"}, "linear_backend='packed' is not for device='cuda'"),
-        ({"device": "cpu", "sampling_backend": "flashinfer"}, "sampling_backend='flashinfer' is for device='cuda'"),
+        (
+            {"device": "cpu", "attention_backend": "hopper"},
+            "attention_backend='hopper' is not for device='cpu', which takes auto, native, tiled, plain, reference",
+        ),
+        (
+            {"device": "cpu", "linear_backend": "triton"},
+            "linear_backend='triton' is not for device='cpu', which takes auto, native, packed, invariant, plain, ref",
+        ),
+        (
+            {"device": "cpu", "sampling_backend": "flashinfer"},
+            "sampling_backend='flashinfer' is not for device='cpu', which takes auto, torch$",
+        ),
+        ({"device": "cpu", "kv_memory": "managed"}, "kv_memory='managed' is not for device='cpu', which takes device$"),
+        (
+            {"device": "cpu", "linear_backend": "plain"},
+            "linear_backend='plain' is not batch invariant on device='cpu': it needs batch_invariant=False",
+        ),
+        ({"batch_invariant": True, "attention_backend": "plain"}, "'plain' is not batch invariant: it needs"),
         ({"sampling_backend": "numpy"}, "sampling_backend='numpy' is none of auto, torch, flashinfer"),
         ({"device": "cuda", "quantization": "gguf"}, "quantization='gguf' is not for device='cuda'"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5 is no part: above 0, up to 1"),
         ({"gpu_memory_utilization": True}, "gpu_memory_utilization=True is no part"),
         ({"num_cuda_graphs": -2}, "num_cuda_graphs=-2 is out of range: -1 to 4096"),
+        ({"cuda_graph_max_tokens": 2**63}, "cuda_graph_max_tokens=.* is out of range: 1 to 1048576"),
+        ({"cuda_graph_mixed_prefill": 2**62}, "cuda_graph_mixed_prefill=.* is out of range: 0 to 65536"),
         ({"kv_memory": "host"}, "kv_memory='host' is none of device, managed"),
         ({"cuda_graph_sizing": "cubic"}, "cuda_graph_sizing='cubic' is none of exponential, linear, hybrid"),
         ({"cuda_graph_all_prefills": 1}, "cuda_graph_all_prefills=1 is not a bool"),
         ({"batch_invariant": "yes"}, "batch_invariant='yes' is not a bool"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0 is out of range: at least 1"),
+        ({"num_pages": 2**63}, r"num_pages=9223372036854775808 is out of range: at least 1, below 2\*\*63"),
         ({"max_num_seqs": True}, "not an integer"),
         ({"pagesize": 4}, "unknown setting 'pagesize'"),
         ({"block_size": 4, "page_size": 8}, "they differ"),
@@ -262,6 +282,20 @@ def test_settings_survive_the_wire() -> None:
 def test_configuration_is_checked_where_it_is_built(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidValue, match=words):
         EngineConfig.of(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"linear_backend": "plain"},
+        {"attention_backend": "hopper"},
+        {"attention_backend": "native", "kv_memory": "managed"},
+        {"sampling_backend": "flashinfer"},
+    ],
+    ids=str,
+)
+def test_what_one_device_takes_is_not_refused_before_the_device_is_known(settings: dict[str, Any]) -> None:
+    assert EngineConfig.of(device="auto", **settings).device == "auto"
 
 
 def test_block_size_is_page_size() -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from perdure import EngineConfig
-from perdure.api.errors import InvalidValue
+from perdure.api.errors import InvalidValue, ModelNotFound
 from perdure.engine import on_cuda
 from perdure.engine.resolve import resolve
-from perdure.runner.shapes import ShapeRules, ShapeSet
+from perdure.models.tiny import make_tiny
+from perdure.runner.shapes import ShapeRules, shapes
 from tests.engine.conftest import MakeLLM
 
 
@@ -24,9 +24,38 @@ def test_a_gpu_that_is_not_there_is_refused_before_a_model_is_looked_for() -> No
         resolve(EngineConfig(device="cuda", model="no/such/model"))
 
 
-def test_managed_memory_is_refused_on_a_cpu() -> None:
-    with pytest.raises(InvalidValue, match=r"kv_memory='managed' is for device='cuda'"):
-        resolve(EngineConfig(device="cpu", kv_memory="managed", model="no/such/model"))
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"linear_backend": "plain"}, "is not batch invariant on device='cpu': it needs batch_invariant=False"),
+        ({"linear_backend": "triton"}, "is not for device='cpu', which takes auto, native, packed, "),
+        ({"attention_backend": "hopper"}, "is not for device='cpu', which takes auto, native, tiled, plain, reference"),
+        ({"attention_backend": "flashinfer", "batch_invariant": False}, "is not for device='cpu', which takes auto, "),
+        ({"kv_memory": "managed"}, "is not for device='cpu', which takes device"),
+    ],
+    ids=str,
+)
+def test_what_a_cpu_has_not_is_refused_before_a_model_is_looked_for(
+    setting: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    name, value = next(iter(setting.items()))
+    with pytest.raises(InvalidValue, match=f"^{name}='{value}' {told}"):
+        resolve(EngineConfig(device="auto", model="no/such/model", **setting))
+
+
+def test_what_a_gpu_has_not_is_refused_before_a_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(InvalidValue, match=r"^attention_backend='native' is not for device='cuda', which takes auto, "):
+        resolve(EngineConfig(device="auto", model="no/such/model", attention_backend="native"))
+    with pytest.raises(ModelNotFound):  # cuBLAS's products are the default there
+        resolve(EngineConfig(device="auto", model="no/such/model", linear_backend="plain"))
+
+
+def test_attention_without_what_the_model_needs_is_refused_in_words(tmp_path: Path) -> None:
+    model = make_tiny("gemma3", tmp_path / "soft", attn_logit_softcapping=8.0)
+    with pytest.raises(InvalidValue, match=r"attention_backend='plain' has no soft cap \(softcap=8.0\)"):
+        resolve(EngineConfig(device="cpu", model=str(model), attention_backend="plain", batch_invariant=False))
 
 
 def test_what_a_cpu_decides(make_llm: MakeLLM) -> None:
@@ -77,9 +106,12 @@ def test_no_memory_for_the_largest_step_is_told(monkeypatch: pytest.MonkeyPatch)
         on_cuda.room_for_pages(config, loaded=None, max_model_len=8)  # type: ignore[arg-type]
 
 
-def test_what_became_of_graphs_is_described() -> None:
-    config = EngineConfig(max_num_batched_tokens=128, cuda_graph_max_tokens=64, cuda_graph_mixed_prefill=4)
-    runner: Any = SimpleNamespace(shapes=ShapeSet(ShapeRules.of(config, max_len=100)))
-    about = on_cuda.describe(config, runner)
-    assert about["cuda_graphs"].endswith("of up to 64 tokens") and about["cuda_graph_max_tokens"] == 64
+def test_what_became_of_graphs_is_described(make_llm: MakeLLM) -> None:
+    config: dict[str, Any] = {"max_num_batched_tokens": 128, "cuda_graph_max_tokens": 64, "cuda_graph_mixed_prefill": 4}
+    llm = make_llm(device="cpu", num_cuda_graphs=3, max_model_len=100, **config)
+    about = llm.describe()
+    num_shapes = len(shapes(ShapeRules.of(llm._engine.resolved.config, max_len=100)))
+    assert about["cuda_graphs"] == f"{num_shapes}, of up to 64 tokens: padded to, not captured" and num_shapes > 3
+    assert about["cuda_graph_sizing"] == "hybrid" and about["cuda_graph_max_tokens"] == 64
     assert about["cuda_graph_mixed_prefill"] == 4 and not about["cuda_graph_all_prefills"]
+    assert "cuda_graphs" not in make_llm(device="cpu", **config).describe()

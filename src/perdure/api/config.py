@@ -171,7 +171,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise InvalidValue(f"{name}={shown(value)} is not an integer")
             if value < low or value > (2**63 - 1 if high is None else high):
-                bounds = f"at least {low}" if high is None else f"{low} to {high}"
+                bounds = f"at least {low}, below 2**63" if high is None else f"{low} to {high}"
                 raise InvalidValue(f"{name}={value} is out of range: {bounds}")
         for name in _TEXTS:
             if not isinstance(getattr(self, name), (str, type(None))):
@@ -185,12 +185,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 continue
             if getattr(self, name) not in allowed:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} is none of {', '.join(allowed)}")
-        on_cuda = self.device == "cuda"
-        if self.batch_invariant or (self.batch_invariant is None and not on_cuda):
-            for name in ("attention_backend", "linear_backend"):
-                if (form := getattr(self, name)) == "plain" or (on_cuda and form in _VARYING_ON_CUDA):
-                    where = " on device='cuda'" if on_cuda else ""
-                    raise InvalidValue(f"{name}={form!r} is not batch invariant{where}: it needs batch_invariant=False")
         for name, least, most in _SECONDS_AND_WEIGHTS:
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int | float) or not least <= number <= most:
@@ -198,24 +192,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise InvalidValue(f"gpu_memory_utilization={shown(share)} is no part: above 0, up to 1")
-        if self.device == "cuda":
-            self._check_cuda()
-        if self.device == "cpu" and self.sampling_backend == "flashinfer":
-            raise InvalidValue("sampling_backend='flashinfer' is for device='cuda'; here there are auto, torch")
+        self._check_device()
         if self.quantization == "gguf":
             self._check_quantization()
         if self.num_pages is not None and self.kv_cache_bytes is not None:
             raise InvalidValue(f"num_pages={self.num_pages} and kv_cache_bytes={self.kv_cache_bytes}: give only one")
 
-    def _check_cuda(self) -> None:
-        """What is asked must be what there is on that device."""
+    def _check_device(self) -> None:
+        """What is asked must be what there is on the device. Of "auto" that is seen once it is resolved."""
+        for name, fitting in _ON_DEVICE[self.device]:
+            if (value := getattr(self, name)) not in fitting:
+                there = ", ".join(map(str, fitting))
+                raise InvalidValue(f"{name}={value!r} is not for device={self.device!r}, which takes {there}")
         if self.attention_backend == "flashinfer" and self.kv_cache_dtype == "fp8":
             raise InvalidValue("kv_cache_dtype='fp8' does not go with attention_backend='flashinfer': it needs triton")
-        for name, fitting in _ON_CUDA:
-            if getattr(self, name) not in fitting:
-                raise InvalidValue(
-                    f"{name}={getattr(self, name)!r} is not for device='cuda': {', '.join(map(str, fitting))}"
-                )
+        if self.batch_invariant or (self.batch_invariant is None and self.device == "cpu"):
+            where = "" if self.device == "auto" else f" on device={self.device!r}"
+            for name in ("attention_backend", "linear_backend"):
+                if (form := getattr(self, name)) in _VARYING[self.device]:
+                    raise InvalidValue(f"{name}={form!r} is not batch invariant{where}: it needs batch_invariant=False")
 
     def _check_quantization(self) -> None:
         """Only the compiled kernels read blocks, and they compute in float32."""
@@ -253,8 +248,8 @@ _RANGES: tuple[tuple[str, int, int | None], ...] = (
     ("steps_in_flight", 1, 4),
     ("max_burst_ms", 0, 60_000),
     ("num_cuda_graphs", -1, 4096),
-    ("cuda_graph_max_tokens", 1, None),
-    ("cuda_graph_mixed_prefill", 0, None),
+    ("cuda_graph_max_tokens", 1, 2**20),
+    ("cuda_graph_mixed_prefill", 0, 65536),
     ("max_num_waiting", 1, None),
     ("data_parallel_size", 1, 65536),
     ("replica_cpus", 1, 65536),
@@ -293,8 +288,12 @@ _OPTIONAL = (
     "quantization",
     "max_num_waiting",
 )
-_VARYING_ON_CUDA = ("reference", "hopper", "flashinfer")
-"""Forms there whose bits depend on a row's company."""
+_VARYING: dict[str, tuple[str, ...]] = {
+    "auto": ("plain",),
+    "cpu": ("plain",),
+    "cuda": ("plain", "reference", "hopper", "flashinfer"),
+}
+"""Forms whose bits depend on a row's company; of "auto", those of which that holds on every device."""
 _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtype", ("auto", "float32", "bfloat16", "float16")),
     ("device", ("auto", "cpu", "cuda")),
@@ -313,11 +312,21 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("on_replica_loss", get_args(OnReplicaLoss)),
     ("cuda_graph_sizing", ("exponential", "linear", "hybrid")),
 )
-_ON_CUDA: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    ("attention_backend", ("auto", "triton", "hopper", "flashinfer", "reference")),
-    ("linear_backend", ("auto", "triton", "plain", "reference")),
-    ("quantization", (None, "fp8")),
-)
+_ON_DEVICE: dict[str, tuple[tuple[str, tuple[str | None, ...]], ...]] = {
+    "auto": (),
+    "cpu": (
+        ("attention_backend", ("auto", "native", "tiled", "plain", "reference")),
+        ("linear_backend", ("auto", "native", "packed", "invariant", "plain", "reference")),
+        ("sampling_backend", ("auto", "torch")),
+        ("kv_memory", ("device",)),
+    ),
+    "cuda": (
+        ("attention_backend", ("auto", "triton", "hopper", "flashinfer", "reference")),
+        ("linear_backend", ("auto", "triton", "plain", "reference")),
+        ("quantization", (None, "fp8")),
+    ),
+}
+"""What each device has of what another may have; of "auto" nothing is known yet."""
 _QUANTIZED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtype", ("auto", "float32")),
     ("load_format", ("auto",)),

@@ -125,16 +125,6 @@ def _runner(
         raise InvalidValue(str(error)) from None
 
 
-def describe(config: EngineConfig, runner: CudaRunner) -> dict[str, Any]:
+def describe(config: EngineConfig) -> dict[str, Any]:
     """What is said of a GPU beside what is said of every device."""
-    captured = [] if runner.shapes is None else [shape.num_tokens for shape in runner.shapes.shapes]
-    words = f"{len(captured)}, of up to {max(captured)} tokens" if captured else "none: every step runs eagerly"
-    return {
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "kv_memory": config.kv_memory,
-        "cuda_graphs": words,
-        "cuda_graph_sizing": config.cuda_graph_sizing,
-        "cuda_graph_max_tokens": config.cuda_graph_max_tokens,
-        "cuda_graph_mixed_prefill": config.cuda_graph_mixed_prefill,
-        "cuda_graph_all_prefills": config.cuda_graph_all_prefills,
-    }
+    return {"gpu_memory_utilization": config.gpu_memory_utilization, "kv_memory": config.kv_memory}

@@ -44,6 +44,14 @@ BESIDE_THE_POOL = (
 )
 """What decides how much memory is taken, or left, for anything else."""
 
+ABOUT_SHAPES = (
+    "cuda_graph_sizing",
+    "cuda_graph_max_tokens",
+    "cuda_graph_mixed_prefill",
+    "cuda_graph_all_prefills",
+)
+"""What decides, beside how many there shall be, which shapes there are."""
+
 POOL_SHARE = 4
 """The pool takes at most one part in so many of the memory that is free."""
 
@@ -99,7 +107,8 @@ class Resolved:
             "steps_in_flight": self.config.steps_in_flight,
             "max_burst_ms": self.config.max_burst_ms,
             "batch_invariant": self.config.batch_invariant,
-            **({} if isinstance(self.runner, Runner) else on_cuda.describe(self.config, self.runner)),
+            **({} if isinstance(self.runner, Runner) else on_cuda.describe(self.config)),
+            **self._shapes(),
             "weights_digest": self.loaded.weights.digest,
             "on_mismatch": core.on_mismatch,
             "quantization": self.loaded.quantization or "none",
@@ -113,6 +122,15 @@ class Resolved:
             "seed_policy": self.config.seed_policy,
             "replica": self.config.replica,
         }
+
+    def _shapes(self) -> dict[str, Any]:
+        """What a GPU captured, or a CPU pads steps to, and the settings that decided it."""
+        found, is_on_cpu = self.runner.shapes, isinstance(self.runner, Runner)
+        if is_on_cpu and found is None:
+            return {}
+        words = "none: every step runs eagerly" if found is None else found.in_words
+        words += ": padded to, not captured" if is_on_cpu else ""
+        return {"cuda_graphs": words, **{name: getattr(self.config, name) for name in ABOUT_SHAPES}}
 
 
 def resolve(config: EngineConfig) -> Resolved:
@@ -183,14 +201,12 @@ def _runner(
 
 
 def _for_device(config: EngineConfig) -> EngineConfig:
-    """With what the device decides where nothing was said. Raises `InvalidValue`."""
+    """With what the device decides where nothing was said. Raises `InvalidValue`, also for what this device has not."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
         raise InvalidValue(f"device='cuda': torch {torch.__version__} finds no CUDA device here")
-    if device == "cpu" and config.kv_memory == "managed":
-        raise InvalidValue("kv_memory='managed' is for device='cuda': on a CPU there is one memory")
     most, invariant, burst_ms = config.max_num_batched_tokens, config.batch_invariant, config.max_burst_ms
     mixed = config.cuda_graph_mixed_prefill
     return replace(
@@ -214,20 +230,23 @@ def _model_path(config: EngineConfig, reporter: Reporter) -> Path:
 
 
 def _on_cpu(config: EngineConfig, core: CoreConfig, loaded: LoadedModel, grammars: Grammars) -> Runner:
-    return Runner(
-        loaded.model,
-        num_pages=core.num_pages,
-        page_size=core.page_size,
-        max_num_seqs=core.max_num_seqs,
-        max_model_len=core.max_model_len,
-        batch_invariant=bool(config.batch_invariant),
-        attention_backend=config.attention_backend,
-        row_tile=loaded.kernels.row_tile,
-        kv_dtype=page_dtype(config.kv_cache_dtype),
-        rules=_rules(config, core.max_model_len),
-        weights=loaded.weights,
-        grammars=grammars,
-    )
+    try:
+        return Runner(
+            loaded.model,
+            num_pages=core.num_pages,
+            page_size=core.page_size,
+            max_num_seqs=core.max_num_seqs,
+            max_model_len=core.max_model_len,
+            batch_invariant=bool(config.batch_invariant),
+            attention_backend=config.attention_backend,
+            row_tile=loaded.kernels.row_tile,
+            kv_dtype=page_dtype(config.kv_cache_dtype),
+            rules=_rules(config, core.max_model_len),
+            weights=loaded.weights,
+            grammars=grammars,
+        )
+    except ValueError as error:
+        raise InvalidValue(str(error)) from None
 
 
 def _rules(config: EngineConfig, max_model_len: int) -> ShapeRules | None:

@@ -218,26 +218,28 @@ def choose_kernels(name: str, device: torch.device, dtype: torch.dtype, *, batch
     unknown name, or one whose form is not for this device or does not keep what was asked."""
     names = ("native", "triton", *LINEAR_FORMS)
     if name not in ("auto", *names):
-        raise ValueError(f"linear={name!r} is none of auto, {', '.join(names)}")
+        raise ValueError(f"linear_backend={name!r} is none of auto, {', '.join(names)}")
     if device.type == "cuda":
         if name == "auto":
             name = "triton" if batch_invariant else "plain"
         if name in ("triton", "plain"):
             if batch_invariant and name == "plain":
-                raise ValueError("linear='plain' is not batch invariant; use 'auto' or batch_invariant=False")
+                raise ValueError("linear_backend='plain' is not batch invariant; use 'auto' or batch_invariant=False")
             return triton_kernels(batch_invariant=name == "triton")
         if name != "reference":
-            raise ValueError(f"linear={name!r} is for a CPU; on CUDA there are auto, triton, plain, reference")
+            raise ValueError(f"linear_backend={name!r} is not for CUDA; there are auto, triton, plain, reference")
         return torch_kernels(name, version=f"torch {torch.__version__}")
     if name == "triton":
-        raise ValueError(f"linear='triton' is for CUDA, not {device}")
+        raise ValueError(
+            f"linear_backend='triton' is not for {device}; there are auto, native, {', '.join(LINEAR_FORMS)}"
+        )
     fits = device.type == "cpu" and dtype == torch.float32
     found = library() if fits and name in ("auto", "native") else None
     if found is not None:
         return native_kernels(found, packs_all=name == "native")
     if name == "native":
         reason = why_not() if fits else f"they compute in float32 on a CPU, not in {dtype} on {device}"
-        raise ValueError(f"linear='native' needs compiled kernels: {reason}")
+        raise ValueError(f"linear_backend='native' needs compiled kernels: {reason}")
     if name == "auto":
         name = "packed" if can_pack(device, dtype) else "invariant"
     return torch_kernels(name)

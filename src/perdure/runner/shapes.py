@@ -151,6 +151,11 @@ class ShapeSet:
         self.num_steps = dict.fromkeys(self.shapes, 0)
         self.num_others = 0
 
+    @property
+    def in_words(self) -> str:
+        """How many there are, and the largest."""
+        return f"{len(self.shapes)}, of up to {max(self.shapes).num_tokens} tokens"
+
     def take(self, num_tokens: int, num_prompts: int, num_decodes: int, num_steps: int = 1) -> Shape | None:
         """The shape that such a step, or so many, is padded to; None: it runs as it is."""
         shape = match(self.shapes, num_tokens, num_prompts, num_decodes)
