@@ -46,6 +46,16 @@ class EngineOptions:
     gpu_memory_utilization: Annotated[float, _engine("Part of a GPU's memory that all of it may take.")] = (
         _ENGINE.gpu_memory_utilization
     )
+    kv_memory: Annotated[str, _engine("device, or managed: a GPU's driver moves the pool, up to 1 GiB.")] = (
+        _ENGINE.kv_memory
+    )
+    attention_backend: Annotated[
+        str, _engine("auto; on a CPU native, tiled, plain; on a GPU triton, hopper, flashinfer; reference.")
+    ] = _ENGINE.attention_backend
+    linear_backend: Annotated[
+        str, _engine("auto; on a CPU native, packed, invariant; on a GPU triton; plain, reference.")
+    ] = _ENGINE.linear_backend
+    sampling_backend: Annotated[str, _engine("auto, torch, or, on a GPU, flashinfer.")] = _ENGINE.sampling_backend
     logprobs_mode: Annotated[str, _engine("raw or processed: what scores are of, where a request does not say.")] = (
         _ENGINE.logprobs_mode
     )
@@ -67,12 +77,18 @@ class EngineOptions:
     num_cuda_graphs: Annotated[
         int, _engine("Sizes of steps that a GPU captures at start; -1: as many as fit, 0: none.")
     ] = _ENGINE.num_cuda_graphs
+    cuda_graph_sizing: Annotated[str, _engine("Which sizes: exponential, linear or hybrid.")] = (
+        _ENGINE.cuda_graph_sizing
+    )
     cuda_graph_max_tokens: Annotated[
         int, _engine("Most positions of a captured step, and of one with prompts while others stream.")
     ] = _ENGINE.cuda_graph_max_tokens
     cuda_graph_mixed_prefill: Annotated[
         int | None, _engine("Prompts in a captured step; 0: none, and prompts are not cut; without it, 4 on a GPU.")
     ] = None
+    cuda_graph_all_prefills: Annotated[bool, _engine("Capture steps with prompts up to --max-num-batched-tokens.")] = (
+        _ENGINE.cuda_graph_all_prefills
+    )
     batch_invariant: Annotated[
         bool | None, _engine("The same bits in any company; without it, on a CPU and not on a GPU.")
     ] = None
