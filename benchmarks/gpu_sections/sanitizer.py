@@ -4,6 +4,8 @@
   needs torch's allocator, so steps in graphs are watched over its blocks.
 - racecheck: threads of a block that meet in shared memory without a barrier. Where a kernel says which warps do what,
   Triton hands them their part in a way of its own that racecheck does not follow. That is counted, and fails nothing.
+
+Each must have seen every kernel there is, and no test that is named may be skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from gpu_sections.report import Found, Setup
+from perdure.ops import gluon
 
 ROOT = Path(__file__).parents[2]
 LARGE = (6144, 4096, 4097, 14336, 20000, 3072, 1536, 256, 600, "both")
@@ -34,6 +39,7 @@ KERNELS = (
     "tests/cuda/test_float8.py::test_products",
     "tests/cuda/test_sampling.py::test_forced_tokens_and_unusable_rows",
     "tests/cuda/test_sampling.py::test_scores",
+    "tests/cuda/test_sampling.py::test_masses_of_what_is_kept",
     "tests/cuda/test_device_sampler.py::test_a_life_of_steps",
 )
 ATTENTION = (
@@ -44,6 +50,7 @@ ATTENTION = (
             "bfloat16-invariant-(16, 8, 128)-16-plain",
         )
     ),
+    "tests/cuda/test_attention.py::test_ranges_are_joined_and_pages_fetched",
     "tests/cuda/test_float8.py::test_attention_over_pages_of_8_bits_is_that_over_their_values[bfloat16-32-plain]",
     "tests/cuda/test_float8.py::test_attention_over_pages_of_8_bits_is_that_over_their_values[bfloat16-24-window]",
     "tests/cuda/test_attention.py::test_short_prompts",
@@ -62,7 +69,20 @@ RUNS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "memcheck of steps in graphs": ("memcheck", STEPS, {}),
     "racecheck": ("racecheck", KERNELS, ALONE),
     "racecheck of attention": ("racecheck", ATTENTION, ALONE),
+    "racecheck of a burst": ("racecheck", STEPS[1:2], {}),
 }
+
+
+def all_kernels() -> set[str]:
+    """What is launched, as "module.kernel"; what is for another GPU or another Triton than those here is not."""
+    found = set()
+    for path in (ROOT / "src/perdure/ops/triton").glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and function.name.endswith("_kernel"):
+                languages = {ast.unparse(decorator).partition(".")[0] for decorator in function.decorator_list}
+                if "triton" in languages or ("gluon" in languages and not gluon.why_not(torch.device("cuda"))):
+                    found.add(f"{path.stem}.{function.name}")
+    return found
 
 
 def hand_overs() -> set[str]:
@@ -91,10 +111,17 @@ def sanitizer(setup: Setup) -> Found:
     if program is None:
         return {"failed": ["sanitizer: there is no compute-sanitizer here"]}
 
+    paths = os.pathsep.join((str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")))
+    common = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
+
+    def launched(name: str) -> Path:
+        return setup.folder / f"{name.replace(' ', '-')}.launched"
+
     def run(name: str) -> Found:
         tool, tests, environment = RUNS[name]
         log = setup.folder / name.replace(" ", "-")
         pytest = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=short", *tests]
+        pytest += ["-p", "gpu_sections.launched"]
         chosen = " and ".join((SMALL, ONE_HALF, *([OF_16_BITS[name]] if name in OF_16_BITS else [])))
         pytest += ["-k", chosen, f"--basetemp={log}.files"]
         with log.open("w") as out:
@@ -102,7 +129,7 @@ def sanitizer(setup: Setup) -> Found:
                 code = subprocess.run(
                     [program, "--tool", tool, "--error-exitcode", "9", *pytest],
                     cwd=ROOT,
-                    env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | environment,
+                    env=common | environment | {"PERDURE_LAUNCHED": str(launched(name))},
                     stdout=out,
                     stderr=out,
                     timeout=setup.seconds - 10,
@@ -122,9 +149,17 @@ def sanitizer(setup: Setup) -> Found:
         if code != 0:
             print(text[-6_000:])
             found["failed"] = [f"sanitizer: {name} " + ("was cut off" if code is None else f"ended with {code}")]
+        elif " SKIPPED" in text and not gluon.why_not(torch.device("cuda")):
+            found["failed"] = [f"sanitizer: {name} skipped tests"]
         return found
 
     with ThreadPoolExecutor() as pool:
         each = list(pool.map(run, RUNS))
     failed = [one for found in each for one in found.pop("failed", ())]
-    return {name: lines for found in each for name, lines in found.items()} | {"failed": failed}
+    watched: dict[str, list[str]] = {}
+    for tool in ("memcheck", "racecheck"):
+        files = [launched(name) for name in RUNS if RUNS[name][0] == tool]
+        names = {line for file in files if file.exists() for line in file.read_text().split()}
+        watched[f"kernels watched by {tool}"] = sorted(names)
+        failed += [f"sanitizer: {tool} saw no launch of {name}" for name in sorted(all_kernels() - names)]
+    return {name: lines for found in each for name, lines in found.items()} | watched | {"failed": failed}

@@ -41,7 +41,7 @@ def test_against_the_reference(device, dtype, heads, page_size, kind, invariant)
     on the CPU: what watches the kernels of a GPU (compute-sanitizer) then sees few others."""
     if heads != MOST_HEADS and (dtype != torch.float32 or page_size != 16 or kind != "both"):
         pytest.skip("other types, pages and kinds with one size of heads")
-    if dtype == torch.float32 and (kind in ("window", "cap") or page_size == 4):
+    if dtype == torch.float32 and (kind == "window" or page_size == 4):
         pytest.skip("it takes longest to compile, and has what the others have")
     if not ON_GPU and (kind not in ("both", "plain") or page_size == 4 or heads == (4, 4, 16) or (
         dtype == torch.float16 and (kind, page_size) != ("both", 16)
@@ -127,6 +127,28 @@ def test_splits_of_long_rows(gpu, num_rows):
     ))  # fmt: skip
     check_close(found[:8], right, torch.bfloat16)
     assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
+def test_ranges_are_joined_and_pages_fetched(device, invariant):
+    """A row of one query and a prompt over more than one range at absolute positions, in pages of whole blocks."""
+    random, dtype, dim, page_size, starts, lengths = Random(device), torch.float16, 64, 64, [2100, 1000], [1, 70]
+    table = random.order(70)[:68].view(2, 34)
+    cache = random(2, 2, 70, page_size, dim, dtype=dtype)
+    for row, end in enumerate(start + length for start, length in zip(starts, lengths)):
+        hidden = torch.arange(end, 34 * page_size)
+        cache[:, :, table[row, hidden // page_size], hidden % page_size] = torch.nan
+    q = random(71, 4, dim, dtype=dtype)
+    shape, layer = CacheShape(4, 2, dim, 70, page_size), LayerAttention(dim**-0.5)
+    of_all = AttentionRows(np.array([0, 1, 71]), np.array(starts), table.numpy())
+    right = ReferenceAttention(shape, layer).plan(of_all).run(q.cpu(), cache.cpu()).to(device)
+
+    form = make_paged("triton", shape, layer, dtype, device, batch_invariant=invariant)
+    size = form.block_size
+    blocks = [(1, 1 + low, 1000 + low, min(size, 70 - low)) for low in range(0, 70, size)]
+    columns = table.tolist(), [0], [0], [2100], blocks
+    rows = PagedRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
+    check_close(form.run(q, cache, rows), right, dtype)
 
 
 def test_the_reference_over_pages_is_that_over_rows(device):
