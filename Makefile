@@ -67,9 +67,10 @@ soak: $(VENV)/.stamp-tests $(VENV)/.stamp-model
 	   exit $${failed:-0}; } 2>&1 | tee $(REPORT)
 
 gpu: REPORT = benchmarks/results/gpu-$(shell date -u +%Y-%m-%d).json
+gpu: LIMIT = 585
 gpu: $(VENV)/.stamp-tests $(VENV)/.stamp-model
 	$(say) "the engine on a GPU, report in $(REPORT)"
-	@$(BIN)/python benchmarks/gpu.py --profile --json $(REPORT)
+	@$(BIN)/python benchmarks/gpu.py --profile --limit $(LIMIT) --json $(REPORT)
 
 lint: $(VENV)/.stamp-tests
 	$(say) "lint, format, types"

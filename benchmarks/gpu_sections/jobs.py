@@ -7,6 +7,7 @@
 - b64-fp8: the same with weights of 8 bits; b256-fp8: with pages of 8 bits, too. No floor: what bf16 needs is none.
 - All draw at temperature 0.6, do not stop at end ids, read no cached prefix and take and give ids.
 - "without bursts": the same one step a plan (`max_burst_ms=0`).
+- How long the GPU waits for the host is seen in nano with a quarter of its new tokens.
 - "invariant": the same with `batch_invariant`; what that costs is seen beside the others of the same run.
 - A start reads no weights, as these are drawn: `benchmarks/start.py` has one that does.
 """
@@ -17,7 +18,9 @@ import json
 import random
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +61,7 @@ FIGURES: dict[str, dict[str, Any]] = {
     "b256 invariant": {"unit": OUTPUT, "floor": 8_225},
 }
 MOST_COST, GOOD_COST = 15.0, 10.0  # percent of b64's and b256's tokens a second that `batch_invariant` may take
-MOST_WAITING = 5.0  # percent of steady decoding of nano that the GPU may wait for the host
+MOST_WAITING = 5.0  # percent of nano's decoding that the GPU may wait for the host
 
 Ids = list[list[int]]
 
@@ -97,7 +100,7 @@ JOBS |= {
     if name in ("nano", "b64", "b256")
 }
 JOBS["nano without bursts"] = (QWEN3_06B, nano_job, JOBS["nano"][2] | {"max_burst_ms": 0})
-PROFILED = ("nano", "b64")
+PROFILED = ("nano", "b64", "b256")
 WATCHED = ("nano", "nano without bursts")  # how long they wait for the host
 A_LAUNCH_NS = 10_000
 """What is longer between two kernels is the host's."""
@@ -152,37 +155,68 @@ def run_job(llm: LLM, prompts: Ids, new_tokens: list[int]) -> float:
     return seconds
 
 
-def kernels(run: Callable[[int], object], steps: int) -> list[str]:
-    """Where a GPU's time goes in a step of decoding: microseconds a step, calls a step, name. run: a job of so many new
-    tokens a prompt."""
-    found: dict[str, list[float]] = {}
-    for sign, new_tokens in ((1, steps + 1), (-1, 1)):  # the same with the prompts alone is taken off
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            run(new_tokens)
-        for one in profile.key_averages():
-            total = found.setdefault(one.key, [0.0, 0.0])
-            total[0] += sign * one.self_device_time_total / steps
-            total[1] += sign * one.count / steps
-    ranked = sorted(found.items(), key=lambda item: -item[1][0])[:20]
-    busy = sum(max(0.0, us) for us, _ in found.values())
+def watched(run: Callable[[], object]) -> list[Any]:
+    """What the GPU did meanwhile, as the profiler's events."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+    return [one for one in profile.profiler.kineto_results.events() if one.device_type() == DeviceType.CUDA]
+
+
+def times(events: list[Any]) -> dict[str, tuple[float, int]]:
+    """Microseconds and calls, by name."""
+    found: dict[str, tuple[float, int]] = {}
+    for one in events:
+        us, count = found.get(one.name(), (0.0, 0))
+        found[one.name()] = us + one.duration_ns() / 1e3, count + 1
+    return found
+
+
+def table(found: dict[str, tuple[float, int]], others: dict[str, tuple[float, int]], parts: int) -> list[str]:
+    """Where a GPU's time goes: microseconds of one of so many parts, calls, name. What others took is taken off."""
+    each = {
+        name: tuple((one - other) / parts for one, other in zip(values, others.get(name, (0.0, 0)), strict=True))
+        for name, values in found.items()
+    }
+    ranked = sorted(each.items(), key=lambda item: -item[1][0])[:20]
+    busy = sum(max(0.0, us) for us, _ in each.values())
     return [f"{busy:9.1f}        all kernels", *(f"{us:9.1f} {count:6.1f} {name[:90]}" for name, (us, count) in ranked)]
 
 
-def host_share(run: Callable[[int], object], steps: int) -> float:
-    """Percent of the time of steady decoding in which the GPU had nothing to do but to wait for the host. run: as of
-    `kernels`; the first half of the steps is left out."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run(steps + 1)
-    events = [one for one in profile.profiler.kineto_results.events() if one.device_type() == DeviceType.CUDA]
-    draws = sorted(one.start_ns() for one in events if one.name() == "_draw_kernel")
-    begin, end = draws[-steps // 2], draws[-1]
-    spans = sorted((one.start_ns(), one.start_ns() + one.duration_ns()) for one in events)
-    busy_until, waited = begin, 0
-    for start, finish in spans:
-        if begin < start <= end and start - busy_until > A_LAUNCH_NS:
-            waited += start - busy_until
-        busy_until = max(busy_until, finish)
-    return round(100 * waited / (end - begin), 2)
+def kernels(run: Callable[[int], object], steps: int) -> tuple[list[str], list[str]]:
+    """Of a step of decoding, and of a job's prompts. run: a job of so many new tokens a prompt."""
+    alone, whole = (times(watched(partial(run, count))) for count in (1, steps + 1))
+    return table(whole, alone, steps), table(alone, {}, 1)
+
+
+def waits(spans: list[tuple[int, int]], draws: list[int]) -> list[tuple[int, int]]:
+    """Of each step, from where it draws to where the next one does: nanoseconds without a kernel, and in all. spans:
+    begin and end of every kernel. A gap is that of the step whose kernel comes after it."""
+    found = [0] * (len(draws) - 1)
+    busy_until = draws[0]
+    for start, end in sorted(spans):
+        if draws[0] < start <= draws[-1] and start - busy_until > A_LAUNCH_NS:
+            found[bisect_left(draws, start) - 1] += start - busy_until
+        busy_until = max(busy_until, end)
+    return [(wait, after - draw) for wait, draw, after in zip(found, draws, draws[1:], strict=False)]
+
+
+def waiting_for_host(run: Callable[[], object]) -> dict[str, Any]:
+    """Percent of decoding in which the GPU had nothing to do but to wait for the host, from the last prompt to the last
+    token; of how many steps, how many of them waited longer than MOST_WAITING percent, and the most that one did."""
+    events = watched(run)
+    last_prompt = max(one.start_ns() for one in events if "_prompt_kernel" in one.name())
+    draws = sorted(one.start_ns() for one in events if one.name() == "_draw_kernel" and one.start_ns() > last_prompt)
+    steps = waits([(one.start_ns(), one.start_ns() + one.duration_ns()) for one in events], draws)
+    percents = [100 * wait / whole for wait, whole in steps]
+    return workload(
+        round(100 * sum(wait for wait, _ in steps) / sum(whole for _, whole in steps), 2),
+        "percent of decoding",
+        gate=MOST_WAITING,
+        less_is_better=True,
+        steps=len(steps),
+        steps_over_the_gate=sum(percent > MOST_WAITING for percent in percents),
+        most_of_a_step=round(max(percents), 1),
+    )
 
 
 def costs(workloads: dict[str, Any]) -> dict[str, Any]:
@@ -227,13 +261,12 @@ def job(name: str, setup: Setup) -> Found:
     more["description"] = {k: v for k, v in llm.describe().items() if k in ("cuda_graphs", "pool", "kernels")}
     found = {}
     run: Callable[[int], object] = lambda count: run_job(llm, prompts, [count] * len(prompts))  # noqa: E731
+    of_prompts: dict[str, list[str]] = {}
     if setup.profile and name in PROFILED:
-        more["kernels"] = kernels(run, 32)
+        more["kernels"], of_prompts["kernels"] = kernels(run, 32)
     if setup.profile and name in WATCHED:
-        share = host_share(run, 64)
-        found[f"{name}, waiting for the host"] = workload(
-            share, "percent of steady decoding", gate=MOST_WAITING, less_is_better=True
-        )
+        shorter = [max(1, count // 4) for count in new_tokens]
+        found[f"{name}, waiting for the host"] = waiting_for_host(lambda: run_job(llm, prompts, shorter))
     close(llm)
     more["job"] = {
         "shape": shape["architectures"][0], "prompts": len(prompts), "prompt_tokens": sum(map(len, prompts)),
@@ -241,6 +274,6 @@ def job(name: str, setup: Setup) -> Found:
     }  # fmt: skip
     found[name] = workload(round(value, 1), **FIGURES[name], **more)
     if name == "b256":
-        found["prefill"] = workload(round(prefill_rate), **FIGURES["prefill"])
+        found["prefill"] = workload(round(prefill_rate), **FIGURES["prefill"], **of_prompts)
     found[f"start {name}"] = workload(round(ready, 1), "s to ready", gate=40, goal=30, less_is_better=True)
     return {"workloads": found}

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
@@ -29,6 +30,31 @@ MARGIN = 10  # seconds before a section's end
 
 
 OTHERS = "not flashinfer and not storm"
+FILTERS = [
+    f"{name}-{weights}-{scores}"
+    for name in ("top-k", "top-p", "joint")
+    for weights in ("shared", "per_replica")
+    for scores in ("raw", "processed")
+]
+BY_FLASHINFER = ("back-fa2", "sampling-flashinfer-kept", *(f"sample-flashinfer-{name}" for name in FILTERS))
+EXPECTED = (
+    *("T11", "T38", "T41", "T45", "T58", "T59", "T61", "T66", "cpu16", "storm", "structured-cuda"),
+    *(
+        "back-optimized",
+        "burst",
+        "burst-ends-on-device",
+        "burst-runner",
+        "feat-cuda-graph",
+        "feat-fp8",
+        "feat-fused-rope",
+    ),
+    *("invariant-padding-boundary", "invariant-products", "life-offload-fp8", "life-uvm-reset"),
+    *(f"life-{how}-{form}" for how in ("sync", "async") for form in ("persist", "offload", "recompute")),
+    *(f"graph-{rule}-all{n}" for rule in ("exponential", "linear", "hybrid") for n in (0, 1)),
+    *("sampling-cuda-adjusted", "sampling-cuda-draw", "vpage-admission", "vpage-saturation"),
+    *(f"sample-torch-{name}" for name in FILTERS),
+)
+"""Rows and cases that tests on a GPU witness."""
 
 
 def engine(setup: Setup) -> Found:
@@ -80,6 +106,15 @@ def flashinfer(setup: Setup) -> Found:
     return run_pytest(setup, 3, "-m", "gpu", "-k", "flashinfer", *files, dist="load")
 
 
+def unseen(names: Collection[str], report: Found) -> list[str]:
+    """Of a run of these sections: rows and cases that nothing has shown. One that ended early showed what it did."""
+    if not {"engine", "kernels", "storms"} <= {*names}:
+        return []
+    expected = EXPECTED + BY_FLASHINFER * ("flashinfer" in names and not report["not_run"])
+    shown = report["rows"].keys() | report["cases"].keys()
+    return [f"{name} was not shown" for name in expected if name not in shown]
+
+
 def run_pytest(setup: Setup, workers: int, *what: str, dist: str = "worksteal") -> Found:
     """What passed and failed, also of a run that its time was too short for. dist: how xdist shares tests out; "load"
     hands them out in turn, a few at a time."""
@@ -118,5 +153,5 @@ def run_pytest(setup: Setup, workers: int, *what: str, dist: str = "worksteal") 
     if failed:
         print(text[-100_000:])
     slowest = [line.strip() for line in lines if " call " in line or " setup " in line]
-    skipped = [line for line in lines if line.startswith("SKIPPED")]
+    skipped = [line.replace(str(ROOT.parent), "..") for line in lines if line.startswith("SKIPPED")]
     return claims(file, of_tests) | {"failed": failed, "summary": summary, "slowest": slowest, "skipped": skipped}

@@ -73,7 +73,7 @@ class TritonPaged:
         self._most_turning = 0 if batch_invariant else attention.MOST_TURNING // shape.num_kv_heads
         group = shape.num_heads // shape.num_kv_heads
         self.block_size = attention.prompt_block(shape.head_dim, group, dtype, invariant=batch_invariant)
-        self.kernel = f"triton by {attention.SPLIT}" if batch_invariant else "triton"
+        self.kernel = f"triton by {attention.SPLIT}, {self.block_size} rows" if batch_invariant else "triton"
 
     def plan(self, rows: AttentionRows) -> None:
         raise AssertionError("nothing is planned on the host")
