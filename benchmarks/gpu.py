@@ -64,7 +64,7 @@ SECTIONS: dict[str, Section] = {
     "storms": Section(storms, 170, is_alone=False),
     "parity": Section(parity, 170, is_alone=False),
     "flashinfer": Section(flashinfer, 300, is_alone=False, is_long=True),
-    "sanitizer": Section(sanitizer, 100, is_timed=False),
+    "sanitizer": Section(sanitizer, 120, is_timed=False),
     "attention": Section(attention, 45),
     **_job("nano"),
     **_job("b64"),
