@@ -5,8 +5,8 @@ ranges is joined in order, in registers or by a second kernel. There are two way
 
 - The fastest: a block of a prompt has one range, a row of one query as many as fill the chip.
 - The invariant, where a query's bits depend on its keys and its position and on nothing else: ranges are SPLIT keys at
-  absolute positions, also for prompts. Tiles have 64 rows (`wgmma` on Hopper; 32 in float32), also where one query's few
-  heads fill a part of them: so each row's sums are in one order. Nothing is left for the compiler to contract.
+  absolute positions, also for prompts. Tiles have 64 rows (`wgmma` on Hopper; 32 in float32), also where one query's
+  few heads fill a part of them: so each row's sums are in one order. Nothing is left for the compiler to contract.
 
 How many programs share a row of one query is a matter of the number of rows alone, so a graph captured for so many
 rows serves any lengths. What is masked is not loaded, so nothing that was never written can reach a sum. Scores and
