@@ -1,4 +1,5 @@
-"""attention: kernels alone, inside a graph, microseconds a layer: decode and prompts over shuffled pages, in bfloat16.
+"""attention: kernels alone, inside a graph, microseconds a layer: decode and prompts over shuffled pages, in bfloat16;
+once in float32.
 
 Gates are FlashAttention-3's figures, measured on such a machine, and a tenth for decode, 35 % for prompts. Floors are
 bytes over the bandwidth of reading, operations over the rate of a large product, both measured.
@@ -20,6 +21,7 @@ READ, PRODUCTS = 4.35e12, 783e12  # bytes and operations a second
 DECODE = {(256, 1152, 32, 8): 296.0, (128, 900, 16, 8): 135.0, (64, 700, 32, 8): None, (1, 400, 32, 8): None}
 PROMPTS = {(2, 8192, 32, 8): 1551.0, (16, 1024, 32, 8): None}
 """Rows, keys, query and key heads; what FlashAttention-3 takes, in microseconds, where it was measured."""
+IN_FLOAT32 = (4, 1024, 32, 8)
 
 
 def attention(setup: Setup) -> Found:
@@ -38,6 +40,9 @@ def attention(setup: Setup) -> Found:
                 floor = 2 * rows * length**2 * heads * HEAD_DIM / PRODUCTS * 1e6
                 gate = None if invariant else theirs
                 found[f"prompts {rows} x {length}, {heads}/{kv_heads} heads, {how}"] = _figure(us, floor, gate, 1.35)
+    rows, length, heads, kv_heads = shape = IN_FLOAT32
+    us = in_graph(_work(shape, 16, False, prompts=True, dtype=torch.float32))
+    found[f"prompts {rows} x {length}, {heads}/{kv_heads} heads, float32"] = workload(round(us, 1), "us")
     return {"workloads": found}
 
 
@@ -46,11 +51,18 @@ def _figure(us: float, floor: float, theirs: float | None, most: float) -> dict[
     return workload(round(us, 1), "us", floor=round(floor, 1), gate=gate, goal=theirs, less_is_better=True)
 
 
-def _work(shape: tuple[int, int, int, int], page_size: int, invariant: bool, *, prompts: bool) -> Callable[[], object]:
+def _work(
+    shape: tuple[int, int, int, int],
+    page_size: int,
+    invariant: bool,
+    *,
+    prompts: bool,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Callable[[], object]:
     rows, length, heads, kv_heads = shape
     pages = -(-length // page_size)
-    cache = torch.randn(2, kv_heads, rows * pages, page_size, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    q = torch.randn(rows * (length if prompts else 1), heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    cache = torch.randn(2, kv_heads, rows * pages, page_size, HEAD_DIM, device="cuda", dtype=dtype)
+    q = torch.randn(rows * (length if prompts else 1), heads, HEAD_DIM, device="cuda", dtype=dtype)
     width = max(pages, 2048 // page_size)  # requests could be longer
     table = torch.zeros(rows, width, dtype=torch.int32, device="cuda")
     table[:, :pages] = torch.randperm(rows * pages, device="cuda").view(rows, pages)
