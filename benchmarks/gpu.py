@@ -27,11 +27,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from gpu_sections.attention import attention
 from gpu_sections.jobs import JOBS, costs, job
 from gpu_sections.parity import parity
@@ -44,7 +44,7 @@ from gpu_sections.wake import wake
 
 
 class Section(NamedTuple):
-    """seconds: it is cut off after so many. is_alone: nothing else uses the GPU beside it. is_long: it mostly compiles,
+    """seconds: it is cut off after so many. is_alone: it is not one of those side by side. is_long: it mostly compiles,
     and may go on beside what is alone, unless that is_timed."""
 
     run: Callable[[Setup], Found]
@@ -165,6 +165,15 @@ def _commit() -> str | None:
     return None
 
 
+def _versions() -> list[str]:
+    """Of what figures may depend on, as far as it is here."""
+    found = [f"Python {platform.python_version()}", f"CUDA {torch.version.cuda}"]
+    for package in ("torch", "triton", "transformers", "flashinfer-python"):
+        with suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return found
+
+
 class Report:
     """What all sections found, on the screen and in a file."""
 
@@ -175,7 +184,7 @@ class Report:
             "commit": _commit(),
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "device": torch.cuda.get_device_name(),
-            "versions": f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}",
+            "versions": ", ".join(_versions()),
             "seconds": {},
             **{kind: make() for kind, make in SHARED.items()},
         }
