@@ -64,6 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: strings, matched in the decoded text at any token boundary; the earliest match in token order wins.
     stop_token_ids: single ids beside the model's end ids. stop_token_sequences: lists of ids over the whole output.
     ignore_eos: the model's end ids do not end it. strip_stop_tokens: drop the matched stop's ids and their scores.
+        include_stop_str_in_output: the text keeps the string that ended it.
     logprobs / prompt_logprobs: None = none, 0 = the chosen one, k = the k best too, -1 = the whole vocabulary.
     logprobs_mode: raw = log-softmax of the model's logits, processed = of what was drawn from; None = the engine's.
     logprob_token_ids: these ids' scores at each output position, beside the others.
@@ -72,6 +73,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     structured_outputs: the output is JSON of a schema, matches a pattern, is one of some texts or follows a grammar; a
         `StructuredOutputsParams` or its fields as a dictionary. It ends with an end id where it is complete, whatever
         ignore_eos says. Not together with forced_token_ids.
+    detokenize: the output has text. skip_special_tokens: without special tokens in it. return_prompt: the result holds
+        the prompt and its ids.
+    output_kind: one result at the end ("final"), new tokens as they come ("delta"), or all until then ("cumulative");
+        None = final, and delta when streaming. stream_interval: new tokens that a part has, at least.
+    priority: lower first, then arrival. It decides whose prompt is computed, also before one that was begun, and who is
+        put aside when memory runs out; whoever decodes goes on.
+    skip_reading_prefix_cache: all of the prompt is computed.
     """
 
     n: int = 1
