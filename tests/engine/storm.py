@@ -140,8 +140,12 @@ class Storm(RuleBasedStateMachine):
         self.turn(1 + turns)
 
     @precondition(lambda self: self.travellers)
-    @rule(number=st.integers(0, 9), end=st.booleans())
-    def checkpoint(self, number: int, end: bool) -> None:
+    @rule(number=st.integers(0, 9), end=st.booleans(), pauses=st.sampled_from([False, False, True]))
+    def checkpoint(self, number: int, end: bool, pauses: bool) -> None:
+        if pauses and self._is_busy():
+            self.pause("keep")
+        if not self.travellers:
+            return
         traveller = self.travellers[number % len(self.travellers)]
         side = traveller.side
         found = side.answer(side.engine.checkpoint(None, end, traveller.request.ticket))
