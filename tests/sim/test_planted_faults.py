@@ -59,8 +59,8 @@ FAULTS = {
     "an_urgent_prompt_behind_one_that_was_begun": (
         "core/planning.py",
         1,
-        "                self._admit_waiting(draft, before=state)",
-        "                pass",
+        "            self._admit_waiting(draft, before=state)",
+        "            pass",
     ),
     "cached_keys_that_survive_a_drop_of_the_kv": (
         "core/requests.py",

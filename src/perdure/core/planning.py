@@ -88,9 +88,10 @@ class Planning:
             most = budget.beside(len(decodes), config.max_num_batched_tokens, config.max_num_mixed_tokens)
             draft.tokens_left = min(draft.tokens_left, most)
         for state in prefills:
-            if draft.tokens_left > 0 and state.is_resident:
-                self._admit_waiting(draft, before=state)
-            if draft.tokens_left > 0 and state.is_resident:
+            if draft.tokens_left <= 0 or not state.is_resident:
+                continue
+            self._admit_waiting(draft, before=state)
+            if draft.tokens_left > 0:
                 self._prefill(state, draft)
 
     def _prefill(self, state: RequestState, draft: PlanDraft) -> None:
@@ -142,22 +143,22 @@ class Planning:
             return
         num_passed = num_kept = at = 0
         while num_passed < requests.slots.num_free and (place := self._next_ready(at)) is not None:
-            state, at = requests.waiting[place], place  # where the next one is, if this one is held or taken in
+            at, state = place, requests.waiting[place]
             if draft.tokens_left <= 0 or state.in_flight or (before and before.order < state.order):
                 break
             if state.group.must_wait(state):
-                requests.hold(state)
-            elif state.tried_at == requests.pool.version:
+                requests.hold(state)  # so the next one stands here
+                continue
+            if state.tried_at == requests.pool.version:
                 break
-            else:
-                num_found = requests.cache.find(state)
-                fork = state.group.fork_for(state, num_found, self._config.page_size)
-                if fork is None and requests.cache.is_coming(state):
-                    requests.let_wait(state)
-                    num_kept += self._num_pages(state) - num_found
-                    num_passed, at = num_passed + 1, place + 1
-                elif not self._take_in(state, num_found, fork, num_kept, draft):
-                    break
+            num_found = requests.cache.find(state)
+            fork = state.group.fork_for(state, num_found, self._config.page_size)
+            if fork is None and requests.cache.is_coming(state):
+                requests.let_wait(state)
+                num_kept += self._num_pages(state) - num_found
+                num_passed, at = num_passed + 1, place + 1
+            elif not self._take_in(state, num_found, fork, num_kept, draft):
+                break
 
     def _num_pages(self, state: RequestState) -> int:
         """For all its known tokens."""
