@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 from perdure import LLM
+
+ROOT = Path(__file__).parents[2]
 
 Found = dict[str, Any]
 """rows, cases, workloads, failed, not_run (what is not here): joined with those of the other sections. Anything else
@@ -30,6 +33,12 @@ class Setup:
     folder: Path
     profile: bool
     seconds: float
+
+
+def environment_with(folder: Path) -> dict[str, str]:
+    """Of a process that finds modules in this folder, too, computes on one thread and says at once what it says."""
+    paths = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
+    return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def workload(

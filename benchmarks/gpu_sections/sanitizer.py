@@ -11,20 +11,19 @@ Each must have seen every kernel there is, and no test that is named may be skip
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from gpu_sections.report import Found, Setup
+from gpu_sections.report import ROOT, Found, Setup, environment_with
 from perdure.ops import gluon
 
-ROOT = Path(__file__).parents[2]
 LARGE = (6144, 4096, 4097, 14336, 20000, 3072, 1536, 256, 600, "both")
 SMALL = " and ".join(f"not {size}" for size in LARGE)
 """Of products, rows, heads and kinds of attention."""
@@ -73,29 +72,34 @@ RUNS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
 }
 
 
+def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Of the modules with kernels, each with its module's name."""
+    for path in (ROOT / "src/perdure/ops/triton").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                yield path.stem, node
+
+
 def all_kernels() -> set[str]:
     """What is launched, as "module.kernel"; what is for another GPU or another Triton than those here is not."""
-    found = set()
-    for path in (ROOT / "src/perdure/ops/triton").glob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef) and function.name.endswith("_kernel"):
-                languages = {ast.unparse(decorator).partition(".")[0] for decorator in function.decorator_list}
-                if "triton" in languages or ("gluon" in languages and not gluon.why_not(torch.device("cuda"))):
-                    found.add(f"{path.stem}.{function.name}")
-    return found
+    here = ("triton",) if gluon.why_not(torch.device("cuda")) else ("triton", "gluon")
+    return {
+        f"{module}.{function.name}"
+        for module, function in functions()
+        if function.name.endswith("_kernel")
+        and any(ast.unparse(decorator).partition(".")[0] in here for decorator in function.decorator_list)
+    }
 
 
 def hand_overs() -> set[str]:
     """Lines, as "file:line", at which Triton hands warps their part: of a kernel that says which do what, and where it
     says it. Such a kernel itself reads and writes nothing there."""
     found = set()
-    for path in (ROOT / "src/perdure/ops/triton").glob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef):
-                calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-                specialised = [call.lineno for call in calls if ast.unparse(call.func).endswith(".warp_specialize")]
-                if specialised:
-                    found |= {f"{path.name}:{line}" for line in (function.lineno, *specialised)}
+    for module, function in functions():
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        specialised = [call.lineno for call in calls if ast.unparse(call.func).endswith(".warp_specialize")]
+        if specialised:
+            found |= {f"{module}.py:{line}" for line in (function.lineno, *specialised)}
     return found
 
 
@@ -110,9 +114,6 @@ def sanitizer(setup: Setup) -> Found:
     program = shutil.which("compute-sanitizer")
     if program is None:
         return {"failed": ["sanitizer: there is no compute-sanitizer here"]}
-
-    paths = os.pathsep.join((str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")))
-    common = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
 
     def launched(name: str) -> Path:
         return setup.folder / f"{name.replace(' ', '-')}.launched"
@@ -129,7 +130,7 @@ def sanitizer(setup: Setup) -> Found:
                 code = subprocess.run(
                     [program, "--tool", tool, "--error-exitcode", "9", *pytest],
                     cwd=ROOT,
-                    env=common | environment | {"PERDURE_LAUNCHED": str(launched(name))},
+                    env=environment_with(ROOT / "benchmarks") | environment | {"PERDURE_LAUNCHED": str(launched(name))},
                     stdout=out,
                     stderr=out,
                     timeout=setup.seconds - 10,

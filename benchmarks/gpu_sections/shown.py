@@ -17,11 +17,9 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
-from pathlib import Path
 
-from gpu_sections.report import Found, Setup, claims
+from gpu_sections.report import ROOT, Found, Setup, claims, environment_with
 
-ROOT = Path(__file__).parents[2]
 WORKERS = {"engine": 5, "kernels": 7}  # beside the others; most of the time goes into compiling
 WHOLE = [f"tests/cuda/test_{name}.py" for name in ("engine", "engine_sampling", "invariance", "memory", "runner")]
 """Of whole requests and steps; the others are of kernels."""
@@ -39,15 +37,8 @@ FILTERS = [
 BY_FLASHINFER = ("back-fa2", "sampling-flashinfer-kept", *(f"sample-flashinfer-{name}" for name in FILTERS))
 EXPECTED = (
     *("T11", "T38", "T41", "T45", "T58", "T59", "T61", "T66", "cpu16", "storm", "structured-cuda"),
-    *(
-        "back-optimized",
-        "burst",
-        "burst-ends-on-device",
-        "burst-runner",
-        "feat-cuda-graph",
-        "feat-fp8",
-        "feat-fused-rope",
-    ),
+    *("back-optimized", "burst", "burst-ends-on-device", "burst-runner"),
+    *("feat-cuda-graph", "feat-fp8", "feat-fused-rope"),
     *("invariant-padding-boundary", "invariant-products", "life-offload-fp8", "life-uvm-reset"),
     *(f"life-{how}-{form}" for how in ("sync", "async") for form in ("persist", "offload", "recompute")),
     *(f"graph-{rule}-all{n}" for rule in ("exponential", "linear", "hybrid") for n in (0, 1)),
@@ -68,8 +59,7 @@ def kernels(setup: Setup) -> Found:
 
 def storms(setup: Setup) -> Found:
     """With graphs, up to four steps in flight; each finished request equals its solo run (`tests/engine/storm.py`)."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
+    environment = environment_with(ROOT / "src")
     marks: Counter[str] = Counter()
     failed: list[str] = []
 
@@ -107,7 +97,7 @@ def flashinfer(setup: Setup) -> Found:
 
 
 def unseen(names: Collection[str], report: Found) -> list[str]:
-    """Of a run of these sections: rows and cases that nothing has shown. One that ended early showed what it did."""
+    """Of a run of these sections: rows and cases that should be shown, and were not."""
     if not {"engine", "kernels", "storms"} <= {*names}:
         return []
     expected = EXPECTED + BY_FLASHINFER * ("flashinfer" in names and not report["not_run"])
@@ -124,8 +114,7 @@ def run_pytest(setup: Setup, workers: int, *what: str, dist: str = "worksteal") 
     if find_spec("xdist"):
         options += ["-n", str(workers), "--dist", dist]
     command = [sys.executable, "-m", "pytest", *options, *what]
-    environment = os.environ | {"PERDURE_WITNESS": str(file), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")))
+    environment = environment_with(ROOT / "benchmarks") | {"PERDURE_WITNESS": str(file)}
     with log.open("w") as out:
         seconds = setup.seconds - MARGIN
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
