@@ -424,7 +424,8 @@ function about(said) {
   if (said.first !== null) {
     parts.push(`first token after ${((said.first - said.begun) / 1000).toFixed(2)} s`);
     const seconds = (performance.now() - said.first) / 1000;
-    if (count > 1 && seconds > 0.01) parts.push(`${counted(count, "token")}, ${((count - 1) / seconds).toFixed(1)} a second`);
+    const rate = count > 1 && seconds > 0.01 ? `, ${((count - 1) / seconds).toFixed(1)} a second` : "";
+    if (count > 0) parts.push(`${counted(count, "token")}${rate}`);
   }
   if (said.reason !== null && said.reason !== "stop") parts.push(said.reason);
   return parts.join(" · ");
