@@ -66,10 +66,20 @@ def gpu() -> torch.device:
 
 @pytest.fixture
 def nothing_on_host(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No row may be sampled on the host."""
+    """No row may be sampled on the host, and no launch may wait for what runs on the GPU."""
     from perdure.runner.cuda.runner import CudaRunner
 
     def sample(*_: Any) -> None:
         raise AssertionError("a row was sampled on the host")
 
+    launch = CudaRunner._launch
+
+    def launch_at_once(runner: CudaRunner, plan: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(runner, plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
     monkeypatch.setattr(CudaRunner, "_sample_on_host", sample)
+    monkeypatch.setattr(CudaRunner, "_launch", launch_at_once)

@@ -257,6 +257,13 @@ def test_a_row_with_unusable_logits_fails_alone(device):
     assert [row for row, _ in later.errors] == [0] and later.num_sampled == [0, 1]
 
 
+@pytest.mark.parametrize("form", ["eager", "graphs"])
+def test_no_launch_waits(nothing_on_host, gpu, right, form):
+    """New rows, prompts in chunks and scores among them. One that waited would fail its rows."""
+    for found, expected in zip(life(CudaDriver(gpu, **FORMS[form])), right, strict=True):
+        check_equal(found, expected)
+
+
 def test_two_steps_in_flight(gpu, right):
     """Results are taken one step late, in order, and are the same."""
     driver = CudaDriver(gpu)

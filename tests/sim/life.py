@@ -94,6 +94,7 @@ class MarkingScheduler(Scheduler):
 
     def plan(self, most_steps: int = 1) -> StepPlan | None:
         replays = any(state.replay is not None for state in self.requests.waiting)  # nobody overtakes those
+        decoding = [s for s in self.requests.residents if s.prefill_end <= s.num_planned < s.last_position]
         plan = super().plan(most_steps)
         if plan is not None:
             self.marks["bursts"] += plan.num_steps > 1
@@ -102,7 +103,18 @@ class MarkingScheduler(Scheduler):
             self.marks["later children in prefill"] += sum(init.child > 0 for init in plan.row_inits)
             if not replays:
                 self._check_order(plan)
+            if all(plan.num_tokens) and any(s.is_resident and not s.needs_host for s in decoding):
+                self._check_wait(plan)
         return plan
+
+    def _check_wait(self, plan: StepPlan) -> None:
+        """Rows that could decode are not in this step: nobody follows them, and prompts have all of it."""
+        requests = self.requests
+        if not requests.pool.num_free or any(state.status is Status.PAUSED for state in requests.residents):
+            return  # they wait for a page
+        assert not requests.num_open, "a row that somebody follows waits for prompts"
+        assert sum(plan.length) == self.config.max_num_batched_tokens, "rows wait, and nothing is in their place"
+        self.marks["prompts before rows that decode"] += 1
 
     def _check_order(self, plan: StepPlan) -> None:
         """No prompt goes on while one that goes before it, and that could be taken in, waits."""
@@ -140,6 +152,7 @@ class Life:
         page_size = rng.choice((1, 2, 4, 8))
         max_len = rng.choice((16, 32, 48))
         num_pages = max(1, rng.choice((4, 5, 6, 10)) * max_len // 4 // page_size - rng.randrange(3))
+        self.is_closed = random.Random(f"closed {seed}").random() < 0.4
         self.config = CoreConfig(
             num_pages=num_pages,
             page_size=page_size,
@@ -284,8 +297,9 @@ class Life:
             self.must_refuse.add(ticket)
         salt = None if shares else rng.choice((None, "a", "b", f"of {ticket} alone"))
         request = Request(
-            rng.randint(0, 12), ticket, prompt, self._params(), stream=rng.random() < 0.5, cache_salt=salt
-        )
+            rng.randint(0, 12), ticket, prompt, self._params(), stream=rng.random() < 0.5, cache_salt=salt,
+            is_closed=self.is_closed,
+        )  # fmt: skip
         if self.orders.is_suspended or any(request.request_id == other.request_id for other in self._live()):
             self.must_refuse.add(ticket)
         if length + len(request.params.forced_token_ids or ()) > config.max_num_tokens:

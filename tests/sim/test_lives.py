@@ -34,7 +34,7 @@ ORDERS = (
     *("suspended by persist", "suspended by offload", "suspended by recompute", "Suspend failed", "Suspend refused"),
     *("Resume done", "Resume refused", "Resume failed", "Reset done", "Reset refused"),
     *("checkpoint while suspended", "went on here", "went on elsewhere", "cached tokens", "storms"),
-    "taken in before a prompt that goes on",
+    *("taken in before a prompt that goes on", "prompts before rows that decode"),
     *("copies", "children: stop", "children: length", "children: error", "checkpoints with ended children"),
     *("waits for a prefix", "prompt scores that came with pages", "pins", "pins refused", "pinned pages"),
     *("UpdateWeights done", "UpdateWeights refused", "UpdateWeights failed", "results of several epochs", "inexact"),

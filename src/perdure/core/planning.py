@@ -2,6 +2,7 @@
 
 - A step first continues residents that decode. Then prompts, those begun and those to be taken in, share what is left
   of one token budget in order (priority, arrival).
+- Where nobody follows any request, rows that decode wait while prompts fill step after step (`_prompts_fill`).
 - Nobody overtakes one that waits for a slot or for pages. Whoever is ready goes past those whose grammar is not. One
   that waits for a prefix which another computes is passed over too, and a slot and its pages are kept for it.
 - Pages for a prefill are taken whole at admission, so a prefill never stalls; a decoding row takes one at a time.
@@ -62,31 +63,57 @@ class Planning:
         return plan
 
     def _continue_residents(self, draft: PlanDraft, most_steps: int) -> None:
-        prefills: list[RequestState] = []
-        decodes: list[RequestState] = []
-        num_unfinished = 0
         config, requests = self._config, self._requests
+        prefills = [state for state in requests.residents if state.num_planned < state.prefill_end]
+        others = [state for state in requests.residents if state.prefill_end <= state.num_planned < state.last_position]
+        prompts_first = self._prompts_fill(prefills, draft.tokens_left)
+        if prompts_first:
+            self._continue_prompts(prefills, draft)
+            self._admit_waiting(draft)
+        decodes: list[RequestState] = []
         host_has_a_say = any(s.needs_host and s.draws_in_flight for s in requests.residents)
-        for state in tuple(requests.residents):
-            if not state.is_resident:
+        for state in others if draft.tokens_left > 0 else ():
+            if not state.is_resident or len(decodes) == draft.tokens_left:
                 continue  # evicted for one before it
-            planned = state.num_planned
-            num_unfinished += planned < state.last_position
-            if planned < state.prefill_end:
-                prefills.append(state)
-            elif planned < state.last_position and len(decodes) < draft.tokens_left:
-                if state.needs_host and host_has_a_say:
-                    continue  # its neighbours go on; those like it go together, so that no step is half full
-                if planned == len(state.pages) * config.page_size and not self._grow(state, draft):
-                    continue
-                decodes.append(state)
+            if state.needs_host and host_has_a_say:
+                continue  # its neighbours go on; those like it go together, so that no step is half full
+            if state.num_planned == len(state.pages) * config.page_size and not self._grow(state, draft):
+                continue
+            decodes.append(state)
         lengths = [1] * len(decodes)
-        if most_steps > 1 and 0 < len(decodes) == num_unfinished:
+        num_unfinished = len(prefills) + sum(state.is_resident for state in others)
+        if most_steps > 1 and not draft.num_rows and 0 < len(decodes) == num_unfinished:
             lengths = self._burst(draft, decodes, most_steps)
         draft.decode(decodes, lengths)
+        if prompts_first:
+            return
         if decodes and requests.num_open and config.max_num_mixed_tokens:
             most = budget.beside(len(decodes), config.max_num_batched_tokens, config.max_num_mixed_tokens)
             draft.tokens_left = min(draft.tokens_left, most)
+        self._continue_prompts(prefills, draft)
+
+    def _prompts_fill(self, begun: list[RequestState], num_tokens: int) -> bool:
+        """Whether prompts have all of this step, more rows are to come after them, and nobody follows any request. A
+        row that decodes beside so many positions is cheaper by little, and rows that begin to decode together end
+        together: no step of the last ones has few. Under pressure it is False."""
+        requests = self._requests
+        if requests.num_open or any(state.status is Status.PAUSED for state in requests.residents):
+            return False
+        pool, num_free, num_pages = requests.pool, requests.slots.num_free, requests.pool.num_free
+        left = num_tokens - sum(state.prefill_end - state.num_planned for state in begun)
+        at = 0
+        while left > 0 and num_free and (place := self._next_ready(at)) is not None:
+            at, state = place + 1, requests.waiting[place]
+            if state.awaits:
+                continue
+            num_free, num_pages = num_free - 1, num_pages - self._num_pages(state)
+            if state.in_flight or state.num_evictions or state.tried_at == pool.version or num_pages < 0:
+                return False
+            left -= min(len(state.tokens), state.last_position)
+        return left <= 0 < num_free and self._next_ready(at) is not None
+
+    def _continue_prompts(self, prefills: list[RequestState], draft: PlanDraft) -> None:
+        """Those begun, each after those that go before it."""
         for state in prefills:
             if draft.tokens_left <= 0 or not state.is_resident:
                 continue
@@ -114,9 +141,11 @@ class Planning:
         return lengths
 
     def _grow(self, state: RequestState, draft: PlanDraft) -> bool:
-        """One more page for a decoding row; without one, somebody is put aside."""
+        """One more page for a decoding row; without one, somebody is put aside, or it waits if prompts came first."""
         requests = self._requests
         while not requests.pool.num_free:
+            if draft.num_rows:
+                return False
             if preempt.may_pause(state, requests.residents, self._config.paused_pages):
                 requests.pause(state)
                 return False

@@ -136,7 +136,7 @@ def make_block(asked: Asked, vocab_size: int, max_length: int, device: torch.dev
     if asked.penalties is not None:
         known = block[head[AT_HISTORY.value] :][: len(asked.history)].long()
         counts = block[at_counts:].zero_()
-        counts[known[: asked.prompt_length]] = IN_PROMPT.value
+        counts.index_fill_(0, known[: asked.prompt_length], IN_PROMPT.value)
         output = known[asked.prompt_length :]
         counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
     return block

@@ -36,7 +36,7 @@ class RowEnds:
         """rows [m, 2 + E] (int32): a slot, and what is kept of it."""
         slots = rows[:, 0].long()
         self.ends[slots] = rows[:, 1:]
-        self.over[slots] = 0
+        self.over.index_fill_(0, slots, 0)  # a number assigned would be copied, and waited for
 
     def learn(self, results: Tensor, kept: Tensor, slots: Tensor, output_index: Tensor, count: int) -> None:
         """results [2, S]: tokens of the first `count` rows, drawn into these slots at these output indices, and what
