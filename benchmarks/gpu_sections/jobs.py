@@ -7,7 +7,7 @@
 - b64-fp8: the same with weights of 8 bits; b256-fp8: with pages of 8 bits, too. No floor: what bf16 needs is none.
 - All draw at temperature 0.6, do not stop at end ids, read no cached prefix and take and give ids.
 - "without bursts": the same one step a plan (`max_burst_ms=0`).
-- How long the GPU waits for the host is seen in nano with a quarter of its new tokens.
+- How long the GPU waits for the host before each step is seen in nano, all of it, by events on its stream.
 - "invariant": the same with `batch_invariant`; what that costs is seen beside the others of the same run.
 - A start reads no weights, as these are drawn: `benchmarks/start.py` has one that does.
 """
@@ -18,9 +18,9 @@ import json
 import random
 import statistics
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ FIGURES: dict[str, dict[str, Any]] = {
     "b256 invariant": {"unit": OUTPUT, "floor": 8_225},
 }
 MOST_COST, GOOD_COST = 15.0, 10.0  # percent of b64's and b256's tokens a second that `batch_invariant` may take
-MOST_WAITING = 5.0  # percent of nano's decoding that the GPU may wait for the host
+MOST_WAITING = 5.0  # percent of a step of nano that the GPU may wait for the host
 
 Ids = list[list[int]]
 
@@ -102,8 +102,6 @@ JOBS |= {
 JOBS["nano without bursts"] = (QWEN3_06B, nano_job, JOBS["nano"][2] | {"max_burst_ms": 0})
 PROFILED = ("nano", "b64", "b256")
 WATCHED = ("nano", "nano without bursts")  # how long they wait for the host
-A_LAUNCH_NS = 10_000
-"""What is longer between two kernels is the host's."""
 
 
 class HostTime:
@@ -188,40 +186,62 @@ def kernels(run: Callable[[int], object], steps: int) -> tuple[list[str], list[s
     return table(whole, alone, steps), table(alone, {}, 1)
 
 
-def waits(spans: list[tuple[int, int]], draws: list[int]) -> list[tuple[int, int]]:
-    """Of each step, from where it draws to where the next one does: nanoseconds without a kernel, and in all. spans:
-    begin and end of every kernel. A gap is that of the step whose kernel comes after it."""
-    found = [0] * (len(draws) - 1)
-    busy_until = draws[0]
-    for start, end in sorted(spans):
-        if draws[0] < start <= draws[-1] and start - busy_until > A_LAUNCH_NS:
-            found[bisect_left(draws, start) - 1] += start - busy_until
-        busy_until = max(busy_until, end)
-    return [(wait, after - draw) for wait, draw, after in zip(found, draws, draws[1:], strict=False)]
+class Steps:
+    """When each step of the device begins and ends, and for how long the device may have waited for the host before it:
+    not at all where the step before was still running once this one was launched whole, else from the end of that to
+    its begin, and while it was launched."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._runner = llm._engine.resolved.runner
+        self._compute = self._runner._compute_words
+        self._steps: list[tuple[bool, Any, Any, float, bool]] = []
+
+    def __enter__(self) -> Steps:
+        self._runner._compute_words = self._marked
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._runner._compute_words
+        torch.cuda.synchronize()
+
+    def _marked(self, size: Any, *arguments: Any) -> Any:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        start = time.perf_counter()
+        outputs = self._compute(size, *arguments)
+        launch = 1e3 * (time.perf_counter() - start)
+        end.record()
+        is_late = bool(self._steps) and self._steps[-1][2].query()
+        self._steps.append((size.blocks > 0, begin, end, launch, is_late))
+        return outputs
+
+    def waits(self) -> list[tuple[float, float]]:
+        """Of each step after the last with prompts: milliseconds that it may have waited, and those from the end of the
+        step before to its own."""
+        last_prompt = max(number for number, step in enumerate(self._steps) if step[0])
+        found = []
+        for before, (_, begin, end, launch, is_late) in pairwise(self._steps[last_prompt:]):
+            wait = before[2].elapsed_time(begin) + launch if is_late else 0.0
+            found.append((wait, before[2].elapsed_time(end)))
+        return found
 
 
-def waiting_for_host(run: Callable[[], object], gate: float | None) -> dict[str, Any]:
-    """Percent of decoding in which the GPU had nothing to do but to wait for the host, from the last prompt to the last
-    token. Beside it: of the first half of these steps, which have most rows; how many steps there were, how many of
-    them waited longer than MOST_WAITING percent, and the most that one did."""
-    events = watched(run)
-    last_prompt = max(one.start_ns() for one in events if "_prompt_kernel" in one.name())
-    draws = sorted(one.start_ns() for one in events if one.name() == "_draw_kernel" and one.start_ns() > last_prompt)
-    steps = waits([(one.start_ns(), one.start_ns() + one.duration_ns()) for one in events], draws)
-    percents = [100 * wait / whole for wait, whole in steps]
-
-    def share(some: list[tuple[int, int]]) -> float:
-        return round(100 * sum(wait for wait, _ in some) / sum(whole for _, whole in some), 2)
-
+def waiting_for_host(llm: LLM, run: Callable[[], object], gate: float | None) -> dict[str, Any]:
+    """The most percent of a step of decoding in which the GPU had nothing to do but to wait for the host. Beside it: of
+    all those steps, and how many waited at all, or longer than MOST_WAITING percent."""
+    with Steps(llm) as steps:
+        run()
+    waits = steps.waits()
+    percents = [100 * wait / whole for wait, whole in waits]
     return workload(
-        share(steps),
-        "percent of decoding",
+        round(max(percents), 2),
+        "percent of a step, at most",
         gate=gate,
         less_is_better=True,
-        of_the_first_half=share(steps[: len(steps) // 2]),
-        steps=len(steps),
+        of_decoding=round(100 * sum(wait for wait, _ in waits) / sum(whole for _, whole in waits), 3),
+        steps=len(waits),
+        steps_that_wait=sum(percent > 0 for percent in percents),
         steps_over_5_percent=sum(percent > MOST_WAITING for percent in percents),
-        most_of_a_step=round(max(percents), 1),
     )
 
 
@@ -271,11 +291,9 @@ def job(name: str, setup: Setup) -> Found:
     if setup.profile and name in PROFILED:
         more["kernels"], of_prompts["kernels"] = kernels(run, 32)
     if setup.profile and name in WATCHED:
-        shorter = [max(1, count // 4) for count in new_tokens]
-        gate = (
-            MOST_WAITING if config.get("max_burst_ms", 1) else None
-        )  # single steps of few rows are as short as a plan
-        found[f"{name}, waiting for the host"] = waiting_for_host(lambda: run_job(llm, prompts, shorter), gate)
+        # Without bursts a step of few rows takes the GPU no longer than the host needs for one.
+        gate = None if config.get("max_burst_ms") == 0 else MOST_WAITING
+        found[f"{name}, waiting for the host"] = waiting_for_host(llm, lambda: run_job(llm, prompts, new_tokens), gate)
     close(llm)
     more["job"] = {
         "shape": shape["architectures"][0], "prompts": len(prompts), "prompt_tokens": sum(map(len, prompts)),

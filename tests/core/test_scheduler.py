@@ -53,7 +53,7 @@ def test_prompts_beside_rows_that_somebody_follows_are_cut_smaller(is_closed: bo
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_prompts_that_fill_steps_come_before_rows_that_nobody_follows(is_closed: bool) -> None:
-    """Six prompts of five in steps of eight. Those of a closed call decode together once the last could not fill one."""
+    """Six prompts of five in steps of eight. Those of a closed call decode once the last cannot fill one."""
     bench = Bench(max_num_batched_tokens=8, max_num_seqs=6, num_pages=64)
     for name in range(6):
         asked = request(name, [name] * 5, max_tokens=4, ignore_eos=True)
@@ -71,7 +71,8 @@ def test_a_row_that_decodes_goes_on_beside_a_prompt_that_comes_alone() -> None:
     """However long it is: nobody else is to come."""
     bench = Bench(max_num_batched_tokens=4, num_pages=64)
     for name, length in (("short", 2), ("long", 15)):
-        bench.apply(cmd.Submit(msgspec.structs.replace(request(name, list(range(length)), max_tokens=9), is_closed=True)))
+        asked = request(name, list(range(length)), max_tokens=9)
+        bench.apply(cmd.Submit(msgspec.structs.replace(asked, is_closed=True)))
     bench.step()
     plan = bench.launch()
     assert plan is not None and plan.start == [DEVICE_POSITION, 2]
