@@ -191,9 +191,13 @@ class Steps:
     not at all where the step before was still running once this one was launched whole, else from the end of that to
     its begin, and while it was launched."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, most: int) -> None:
+        """most: steps there may be. Their events are made before, which takes the driver milliseconds at a time."""
         self._runner = llm._engine.resolved.runner
         self._compute = self._runner._compute_words
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * most)]
+        for event in self._events:
+            event.record()
         self._steps: list[tuple[bool, Any, Any, float, bool]] = []
 
     def __enter__(self) -> Steps:
@@ -205,7 +209,7 @@ class Steps:
         torch.cuda.synchronize()
 
     def _marked(self, size: Any, *arguments: Any) -> Any:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = self._events.pop(), self._events.pop()
         begin.record()
         start = time.perf_counter()
         outputs = self._compute(size, *arguments)
@@ -226,10 +230,11 @@ class Steps:
         return found
 
 
-def waiting_for_host(llm: LLM, run: Callable[[], object], gate: float | None) -> dict[str, Any]:
+def waiting_for_host(llm: LLM, run: Callable[[], object], most_steps: int, gate: float | None) -> dict[str, Any]:
     """The most percent of a step of decoding in which the GPU had nothing to do but to wait for the host. Beside it: of
-    all those steps, and how many waited at all, or longer than MOST_WAITING percent."""
-    with Steps(llm) as steps:
+    all those steps, how many waited longer than MOST_WAITING percent, and of each that waited at all its number,
+    milliseconds that it waited, those from the end of the step before to its own."""
+    with Steps(llm, most_steps) as steps:
         run()
     waits = steps.waits()
     percents = [100 * wait / whole for wait, whole in waits]
@@ -240,8 +245,8 @@ def waiting_for_host(llm: LLM, run: Callable[[], object], gate: float | None) ->
         less_is_better=True,
         of_decoding=round(100 * sum(wait for wait, _ in waits) / sum(whole for _, whole in waits), 3),
         steps=len(waits),
-        steps_that_wait=sum(percent > 0 for percent in percents),
         steps_over_5_percent=sum(percent > MOST_WAITING for percent in percents),
+        steps_that_wait=[[at, round(wait, 3), round(whole, 3)] for at, (wait, whole) in enumerate(waits) if wait][:50],
     )
 
 
@@ -293,7 +298,9 @@ def job(name: str, setup: Setup) -> Found:
     if setup.profile and name in WATCHED:
         # Without bursts a step of few rows takes the GPU no longer than the host needs for one.
         gate = None if config.get("max_burst_ms") == 0 else MOST_WAITING
-        found[f"{name}, waiting for the host"] = waiting_for_host(llm, lambda: run_job(llm, prompts, new_tokens), gate)
+        found[f"{name}, waiting for the host"] = waiting_for_host(
+            llm, lambda: run_job(llm, prompts, new_tokens), 2 * max(new_tokens), gate
+        )
     close(llm)
     more["job"] = {
         "shape": shape["architectures"][0], "prompts": len(prompts), "prompt_tokens": sum(map(len, prompts)),

@@ -20,11 +20,13 @@ from tests.witness import witness
     ("left", "room", "most", "num_free", "lengths", "pages"),
     [
         ([100, 100], [4, 1], 16, 99, [16, 16], [3, 4]),  # a page of 4 for what the row's own do not hold
-        ([100, 100], [4, 1], 7, 99, [4, 4], [0, 1]),  # a power of two
+        ([100, 100], [4, 1], 7, 99, [7, 7], [1, 2]),  # as many as it may
         ([100, 100], [4, 1], 16, 6, [8, 8], [1, 2]),  # as far as there are pages
-        ([5], [1], 16, 99, [4], [1]),  # nobody would be left for more
+        ([5], [1], 16, 99, [5], [1]),  # nobody would be left for more
         ([3] + [100] * 15, [50] * 16, 16, 99, [3] + [16] * 15, [0] * 16),  # one may end inside
-        ([3, 100], [50, 50], 16, 99, [3, 4], [0, 0]),  # and not half of them
+        ([1] * 8 + [100] * 8, [50] * 16, 16, 99, [1] * 8 + [16] * 8, [0] * 16),  # and eight whatever the others do
+        ([1] * 9 + [100] * 9, [50] * 18, 16, 99, [1] * 9 + [8] * 9, [0] * 18),
+        ([1] * 16 + [100] * 16, [50] * 32, 16, 99, [1] * 16 + [2] * 16, [0] * 32),  # and not half of many
         ([1, 1], [1, 1], 16, 99, [1, 1], [0, 0]),
     ],
 )
@@ -94,8 +96,7 @@ def test_there_is_none_while_somebody_could_be_taken_in_or_computes_a_prompt() -
 def test_who_waits_for_a_slot_finds_it_when_the_first_row_ends() -> None:
     bench = begun([1, 2], [3, 4], [5, 6], max_tokens=11)
     bench.submit("late", [7, 8], max_tokens=3)
-    assert next_plan(bench).length == [8, 8, 8]  # of the ten that are left
-    assert next_plan(bench).length == [2, 2, 2]
+    assert next_plan(bench).length == [10, 10, 10]
     assert next_plan(bench).request == [3]
 
 

@@ -9,6 +9,10 @@ from perdure.core.state import RequestState
 IN_VAIN = 8
 """A burst is shorter where more than one part in so many of its rows' steps would be of rows that have ended."""
 
+FEW = 8
+"""Unless they are no more than those of so many rows: a step of few takes as long as one of fewer, and while a burst
+is short the host has little time for the next one."""
+
 SOON_OVER = 16
 """One that may stop at any token is taken to go on for one part in so many of what it has."""
 
@@ -26,13 +30,14 @@ def burst(
     """How many steps each row takes part in, and how many pages it needs more for them.
 
     left: positions that each row may still compute; room: of them, for how many it has pages (at least 1). The longest
-    row takes part in a power of two of steps, as many as are sensible up to most_steps; others end inside.
+    row takes part in as many steps as are sensible up to most_steps; others end inside.
     """
-    num_steps = 1 << min(most_steps, max(left)).bit_length() - 1
+    num_steps, num_rows = min(most_steps, max(left)), len(left)
     while num_steps > 1:
         lengths = [min(num_steps, count) for count in left]
         pages = [num_pages_for(max(0, length - has), page_size) for length, has in zip(lengths, room, strict=True)]
-        if sum(lengths) * IN_VAIN >= num_steps * len(left) * (IN_VAIN - 1) and sum(pages) <= num_free:
+        in_vain = num_steps * num_rows - sum(lengths)
+        if in_vain * IN_VAIN <= num_steps * max(num_rows, FEW * IN_VAIN) and sum(pages) <= num_free:
             return lengths, pages
         num_steps //= 2
     return [1] * len(left), [0] * len(left)

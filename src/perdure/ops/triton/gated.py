@@ -86,6 +86,28 @@ def _fetch(step, x_bulk, w_bulk, shape, tiles, bars, STAGES: gl.constexpr, TOGET
 
 
 @gluon.jit
+def _rounded(values, dtype: gl.constexpr):
+    """To dtype, and in float32 again. To bfloat16 in pairs: one by one they take the unit that exponentials take."""
+    if dtype == gl.bfloat16:
+        values = gl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 pair, low, high;
+                cvt.rn.bf16x2.f32 pair, $3, $2;
+                shl.b32 low, pair, 16;
+                and.b32 high, pair, 0xffff0000;
+                mov.b32 $0, low;
+                mov.b32 $1, high;
+            }
+            """,
+            "=f,=f,f,f", [values], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        values = values.to(dtype).to(gl.float32)
+    return values
+
+
+@gluon.jit
 def _multiply(
     GROUP: gl.constexpr, x_bulk, w_bulk, out, shape, tiles, bars, STAGES: gl.constexpr, TOGETHER: gl.constexpr
 ):
@@ -132,9 +154,9 @@ def _multiply(
             if step[0] < num_tiles:
                 step = _fetch(step, x_bulk, w_bulk, shape, tiles, bars, STAGES, TOGETHER)
         gate, up = total.reshape((ROWS, 2, HALF)).permute((0, 2, 1)).split()
-        gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
-        active = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32)
-        result = gl.convert_layout((active * up).to(dtype), of_out)
+        gate = _rounded(gate, dtype)
+        active = (gate / (1.0 + gl.exp2(gate * -1.4426950408889634))).to(dtype).to(gl.float32)
+        result = gl.convert_layout((active * up.to(dtype).to(gl.float32)).to(dtype), of_out)
         row, col = _place(number, shape, TOGETHER)
         lines = (row * GROUPS + GROUP) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, of_out))
         columns = col * HALF + gl.arange(0, HALF, gl.SliceLayout(0, of_out))
