@@ -51,10 +51,10 @@ def test_prompts_beside_rows_that_somebody_follows_are_cut_smaller(is_closed: bo
     assert found[: len(lengths)] == lengths
 
 
-@pytest.mark.parametrize("is_closed", [False, True])
-def test_prompts_that_fill_steps_come_before_rows_that_nobody_follows(is_closed: bool) -> None:
+@pytest.mark.parametrize(("is_closed", "prompts_first"), [(False, True), (True, False), (True, True)])
+def test_prompts_that_fill_steps_come_before_rows_that_nobody_follows(is_closed: bool, prompts_first: bool) -> None:
     """Six prompts of five in steps of eight. Those of a closed call decode once the last cannot fill one."""
-    bench = Bench(max_num_batched_tokens=8, max_num_seqs=6, num_pages=64)
+    bench = Bench(max_num_batched_tokens=8, max_num_seqs=6, num_pages=64, prompts_first=prompts_first)
     for name in range(6):
         asked = request(name, [name] * 5, max_tokens=4, ignore_eos=True)
         bench.apply(cmd.Submit(msgspec.structs.replace(asked, is_closed=is_closed)))
@@ -64,12 +64,12 @@ def test_prompts_that_fill_steps_come_before_rows_that_nobody_follows(is_closed:
         assert sum(plan.length) <= 8
         bench.commit()
     assert sum(decodes) == 6 * 3
-    assert decodes == ([0, 0, 0, 4, 5, 6, 2, 1] if is_closed else [0, 1, 3, 4, 3, 2, 2, 2, 1])
+    assert decodes == ([0, 0, 0, 4, 5, 6, 2, 1] if is_closed and prompts_first else [0, 1, 3, 4, 3, 2, 2, 2, 1])
 
 
 def test_a_row_that_decodes_goes_on_beside_a_prompt_that_comes_alone() -> None:
     """However long it is: nobody else is to come."""
-    bench = Bench(max_num_batched_tokens=4, num_pages=64)
+    bench = Bench(max_num_batched_tokens=4, num_pages=64, prompts_first=True)
     for name, length in (("short", 2), ("long", 15)):
         asked = request(name, list(range(length)), max_tokens=9)
         bench.apply(cmd.Submit(msgspec.structs.replace(asked, is_closed=True)))

@@ -112,7 +112,7 @@ class MarkingScheduler(Scheduler):
         requests = self.requests
         if not requests.pool.num_free or any(state.status is Status.PAUSED for state in requests.residents):
             return  # they wait for a page
-        assert not requests.num_open, "a row that somebody follows waits for prompts"
+        assert self.config.prompts_first and not requests.num_open, "a row waits for prompts that should not"
         assert sum(plan.length) == self.config.max_num_batched_tokens, "rows wait, and nothing is in their place"
         self.marks["prompts before rows that decode"] += 1
 
@@ -160,6 +160,7 @@ class Life:
             max_num_seqs=rng.randint(1, 6),
             max_num_batched_tokens=rng.choice((1, 3, 7, 16, 64)),
             max_num_mixed_tokens=random.Random(f"mixed {seed}").choice((0, 1, 4, 12)),
+            prompts_first=random.Random(f"first {seed}").random() < 0.7,
             vocab_size=len(PIECES),
             end_token_ids=(0,) if rng.random() < 0.5 else (),
             paused_pages=rng.randint(0, num_pages),

@@ -24,7 +24,8 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What decisions depend on. Lengths are in tokens.
 
     max_num_mixed_tokens: of a step in which a request decodes, unless nobody follows any or they leave prompts less
-    than their floor (`core.budget.beside`); 0 = as of every step.
+    than their floor (`core.budget.beside`); 0 = as of every step. prompts_first: whether rows that nobody follows wait
+    while prompts fill steps.
     vocab_size: the width of the logits. end_token_ids: the model's whole set. paused_pages: how many pages paused
     requests may keep together; admit_beside_paused: whether requests are taken in while one is paused. replica: what
     of this engine's index takes part in derived seeds. batch_invariant: whether the forms in use give a row the same
@@ -39,6 +40,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     vocab_size: int
     max_num_mixed_tokens: int = 0
+    prompts_first: bool = False
     end_token_ids: tuple[int, ...] = ()
     paused_pages: int = 0
     admit_beside_paused: bool = True

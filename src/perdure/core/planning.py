@@ -2,7 +2,7 @@
 
 - A step first continues residents that decode. Then prompts, those begun and those to be taken in, share what is left
   of one token budget in order (priority, arrival).
-- Where nobody follows any request, rows that decode wait while prompts fill step after step (`_prompts_fill`).
+- With `prompts_first`, where nobody follows any request, rows that decode wait while prompts fill step after step.
 - Nobody overtakes one that waits for a slot or for pages. Whoever is ready goes past those whose grammar is not. One
   that waits for a prefix which another computes is passed over too, and a slot and its pages are kept for it.
 - Pages for a prefill are taken whole at admission, so a prefill never stalls; a decoding row takes one at a time.
@@ -93,11 +93,12 @@ class Planning:
         self._continue_prompts(prefills, draft)
 
     def _prompts_fill(self, begun: list[RequestState], num_tokens: int) -> bool:
-        """Whether prompts have all of this step, more rows are to come after them, and nobody follows any request. A
-        row that decodes beside so many positions is cheaper by little, and rows that begin to decode together end
-        together: no step of the last ones has few. Under pressure it is False."""
+        """Whether prompts have all of this step, more rows are to come after them, and rows that decode are to wait.
+        Under pressure it is False."""
         requests = self._requests
-        if requests.num_open or any(state.status is Status.PAUSED for state in requests.residents):
+        if not self._config.prompts_first or requests.num_open:
+            return False
+        if any(state.status is Status.PAUSED for state in requests.residents):
             return False
         pool, num_free, num_pages = requests.pool, requests.slots.num_free, requests.pool.num_free
         left = num_tokens - sum(state.prefill_end - state.num_planned for state in begun)
