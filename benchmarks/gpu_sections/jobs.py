@@ -189,7 +189,7 @@ def kernels(run: Callable[[int], object], steps: int) -> tuple[list[str], list[s
 class Steps:
     """When each step of the device begins and ends, and for how long the device may have waited for the host before it:
     not at all where the step before was still running once this one was launched whole, else from the end of that to
-    its begin, and while it was launched."""
+    its begin, and while it was launched, all of which may be more than it waited."""
 
     def __init__(self, llm: LLM, most: int) -> None:
         """most: steps there may be. Their events are made before, which takes the driver milliseconds at a time."""
@@ -232,8 +232,8 @@ class Steps:
 
 def waiting_for_host(llm: LLM, run: Callable[[], object], most_steps: int, gate: float | None) -> dict[str, Any]:
     """The most percent of a step of decoding in which the GPU had nothing to do but to wait for the host. Beside it: of
-    all those steps, how many waited longer than MOST_WAITING percent, and of each that waited at all its number,
-    milliseconds that it waited, those from the end of the step before to its own."""
+    all those steps, how many waited longer than MOST_WAITING percent, and of the first 50 that waited at all their
+    number, milliseconds that they waited, those from the end of the step before to its own."""
     with Steps(llm, most_steps) as steps:
         run()
     waits = steps.waits()

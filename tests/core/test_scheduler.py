@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -76,6 +78,52 @@ def test_a_row_that_decodes_goes_on_beside_a_prompt_that_comes_alone() -> None:
     bench.step()
     plan = bench.launch()
     assert plan is not None and plan.start == [DEVICE_POSITION, 2]
+
+
+@pytest.mark.parametrize(
+    ("most_wait", "ends"),
+    [
+        (1, {"max_tokens": 1}),
+        (1, {"max_tokens": 0, "prompt_logprobs": 0}),
+        (16, {"max_tokens": 20, "stop_token_ids": list(range(32))}),  # a pool of 256 positions, in steps of 16
+    ],
+)
+def test_no_row_waits_without_end_for_prompts_whose_slots_are_free_again(most_wait: int, ends: dict[str, Any]) -> None:
+    """Somebody else keeps the queue full."""
+    bench = Bench(max_num_batched_tokens=16, max_num_seqs=5, num_pages=64, prompts_first=True)
+
+    def submit(name: str, **params: Any) -> None:
+        asked = request(name, [1] * 8, **params)
+        bench.apply(cmd.Submit(msgspec.structs.replace(asked, is_closed=True, cache_salt=name)))
+
+    submit("row", max_tokens=40, ignore_eos=True)
+    bench.step()
+    number = wait = longest = 0
+    while not any(isinstance(e, ev.Ended) and e.record.request_id == "row" for e in bench.events):
+        while bench.scheduler.requests.num_waiting < 4:
+            number += 1
+            submit(str(number), **ends)
+        plan = bench.launch()
+        assert plan is not None
+        wait = 0 if DEVICE_POSITION in plan.start else wait + 1
+        longest = max(longest, wait)
+        bench.commit()
+    assert longest <= most_wait and (longest > 0) == (most_wait > 1)
+
+
+def test_prompts_that_others_would_be_put_aside_for_do_not_come_first() -> None:
+    """There are pages for all prompts, and not for what they go on to."""
+    found = []
+    for num_pages in (24, 64):
+        bench = Bench(max_num_batched_tokens=8, max_num_seqs=6, num_pages=num_pages, prompts_first=True)
+        for name in range(6):
+            asked = request(name, [name] * 5, max_tokens=20, ignore_eos=True)
+            bench.apply(cmd.Submit(msgspec.structs.replace(asked, is_closed=True)))
+        bench.step()
+        plan = bench.launch()
+        assert plan is not None
+        found.append(plan.start.count(DEVICE_POSITION))
+    assert found == [1, 0]
 
 
 def test_a_budget_of_one_works() -> None:

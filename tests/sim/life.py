@@ -152,12 +152,14 @@ class Life:
         page_size = rng.choice((1, 2, 4, 8))
         max_len = rng.choice((16, 32, 48))
         num_pages = max(1, rng.choice((4, 5, 6, 10)) * max_len // 4 // page_size - rng.randrange(3))
-        self.is_closed = random.Random(f"closed {seed}").random() < 0.4
+        own = random.Random(f"closed {seed}")
+        self.is_closed = own.random() < 0.4
+        is_roomy = self.is_closed and own.random() < 0.4  # else prompts never come before rows that decode
         self.config = CoreConfig(
-            num_pages=num_pages,
+            num_pages=num_pages * (8 if is_roomy else 1),
             page_size=page_size,
             max_model_len=max_len,
-            max_num_seqs=rng.randint(1, 6),
+            max_num_seqs=rng.randint(1, 6) + 12 * is_roomy,
             max_num_batched_tokens=rng.choice((1, 3, 7, 16, 64)),
             max_num_mixed_tokens=random.Random(f"mixed {seed}").choice((0, 1, 4, 12)),
             prompts_first=random.Random(f"first {seed}").random() < 0.7,

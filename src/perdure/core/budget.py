@@ -37,7 +37,7 @@ def burst(
         lengths = [min(num_steps, count) for count in left]
         pages = [num_pages_for(max(0, length - has), page_size) for length, has in zip(lengths, room, strict=True)]
         in_vain = num_steps * num_rows - sum(lengths)
-        if in_vain * IN_VAIN <= num_steps * max(num_rows, FEW * IN_VAIN) and sum(pages) <= num_free:
+        if in_vain <= num_steps * max(FEW, num_rows / IN_VAIN) and sum(pages) <= num_free:
             return lengths, pages
         num_steps //= 2
     return [1] * len(left), [0] * len(left)

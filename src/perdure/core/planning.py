@@ -32,6 +32,8 @@ class Planning:
         self._config = config
         self._requests = requests
         self._control = control
+        self._num_positions_first = 0
+        """Those of prompts since a row last decoded, while one could have."""
 
     @property
     def can_act(self) -> bool:
@@ -66,14 +68,18 @@ class Planning:
         config, requests = self._config, self._requests
         prefills = [state for state in requests.residents if state.num_planned < state.prefill_end]
         others = [state for state in requests.residents if state.prefill_end <= state.num_planned < state.last_position]
-        prompts_first = self._prompts_fill(prefills, draft.tokens_left)
-        if prompts_first:
+        num_prefills = len(prefills)
+        if others and self._prompts_fill(prefills, draft.tokens_left):
             self._continue_prompts(prefills, draft)
             self._admit_waiting(draft)
+            self._num_positions_first += config.max_num_batched_tokens - draft.tokens_left
+            prefills = []
         decodes: list[RequestState] = []
         host_has_a_say = any(s.needs_host and s.draws_in_flight for s in requests.residents)
-        for state in others if draft.tokens_left > 0 else ():
-            if not state.is_resident or len(decodes) == draft.tokens_left:
+        for state in others:
+            if len(decodes) == draft.tokens_left:
+                break
+            if not state.is_resident:
                 continue  # evicted for one before it
             if state.needs_host and host_has_a_say:
                 continue  # its neighbours go on; those like it go together, so that no step is half full
@@ -81,37 +87,35 @@ class Planning:
                 continue
             decodes.append(state)
         lengths = [1] * len(decodes)
-        num_unfinished = len(prefills) + sum(state.is_resident for state in others)
+        num_unfinished = num_prefills + sum(state.is_resident for state in others)
         if most_steps > 1 and not draft.num_rows and 0 < len(decodes) == num_unfinished:
             lengths = self._burst(draft, decodes, most_steps)
         draft.decode(decodes, lengths)
-        if prompts_first:
-            return
-        if decodes and requests.num_open and config.max_num_mixed_tokens:
-            most = budget.beside(len(decodes), config.max_num_batched_tokens, config.max_num_mixed_tokens)
-            draft.tokens_left = min(draft.tokens_left, most)
+        if decodes:
+            self._num_positions_first = 0
+            if requests.num_open and config.max_num_mixed_tokens:
+                most = budget.beside(len(decodes), config.max_num_batched_tokens, config.max_num_mixed_tokens)
+                draft.tokens_left = min(draft.tokens_left, most)
         self._continue_prompts(prefills, draft)
 
     def _prompts_fill(self, begun: list[RequestState], num_tokens: int) -> bool:
-        """Whether prompts have all of this step, more rows are to come after them, and rows that decode are to wait.
-        Under pressure it is False."""
-        requests = self._requests
-        if not self._config.prompts_first or requests.num_open:
+        """Whether rows that decode wait for prompts, which fill this step: where all that wait for a slot can have one,
+        there are pages for everybody to the end, each will decode, and prompts have not yet had a pool of positions."""
+        config, requests = self._config, self._requests
+        waiting, residents, pool = requests.waiting, requests.residents, requests.pool
+        if not config.prompts_first or requests.num_open or not waiting or len(waiting) > requests.slots.num_free:
             return False
-        if any(state.status is Status.PAUSED for state in requests.residents):
+        if self._num_positions_first >= config.num_pages * config.page_size:
             return False
-        pool, num_free, num_pages = requests.pool, requests.slots.num_free, requests.pool.num_free
-        left = num_tokens - sum(state.prefill_end - state.num_planned for state in begun)
-        at = 0
-        while left > 0 and num_free and (place := self._next_ready(at)) is not None:
-            at, state = place + 1, requests.waiting[place]
-            if state.awaits:
-                continue
-            num_free, num_pages = num_free - 1, num_pages - self._num_pages(state)
-            if state.in_flight or state.num_evictions or state.tried_at == pool.version or num_pages < 0:
-                return False
-            left -= min(len(state.tokens), state.last_position)
-        return left <= 0 < num_free and self._next_ready(at) is not None
+        if any(s.in_flight or s.num_evictions or s.tried_at == pool.version or s.group.waits_for for s in waiting):
+            return False
+        if any(s.last_position <= s.prompt_length for s in (*begun, *waiting)):
+            return False
+        num_pages = sum(budget.num_pages_for(s.last_position, config.page_size) for s in (*residents, *waiting))
+        if num_pages > pool.num_free + sum(len(s.pages) for s in residents):
+            return False
+        known = sum(s.prefill_end - s.num_planned for s in begun) + sum(len(s.tokens) for s in waiting if not s.awaits)
+        return known > num_tokens
 
     def _continue_prompts(self, prefills: list[RequestState], draft: PlanDraft) -> None:
         """Those begun, each after those that go before it."""
