@@ -137,13 +137,13 @@ def test_T38_the_score_of_a_sampled_token(nothing_on_host, model, monkeypatch, n
     with LLM(str(model), enable_prefix_caching=False, **config) as llm:
         sampler, seen = llm._engine.resolved.runner._sampler, []
         draw = sampler.draw
-        monkeypatch.setattr(sampler, "draw", lambda x, s: (seen.append(x[0].cpu().numpy()), draw(x, s))[1])
+        monkeypatch.setattr(sampler, "draw", lambda x, s: (seen.append(x[0].clone()), draw(x, s))[1])
         common = {"temperature": 0.7, "max_tokens": 16, "ignore_eos": True, "seed": 7, "logprobs": 5, **asked}
         (raw,) = llm.generate([ids], SamplingParams(**common))
         (processed,) = llm.generate([ids], SamplingParams(**common, logprobs_mode="processed"))
     tokens = raw.outputs[0].token_ids
     assert processed.outputs[0].token_ids == tokens and len(seen) == 32
-    for index, (token, logits) in enumerate(zip(tokens, seen)):
+    for index, (token, logits) in enumerate(zip(tokens, (x.cpu().numpy() for x in seen))):
         adjusted = oracle.adjusted(logits, ids, tokens[:index], **rules)
         assert token in oracle.kept_ids(adjusted, temperature=0.7, **filters)
         truths = oracle.log_softmax(logits), oracle.processed(adjusted, temperature=0.7, **filters)
