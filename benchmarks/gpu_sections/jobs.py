@@ -19,7 +19,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -160,30 +159,25 @@ def watched(run: Callable[[], object]) -> list[Any]:
     return [one for one in profile.profiler.kineto_results.events() if one.device_type() == DeviceType.CUDA]
 
 
-def times(events: list[Any]) -> dict[str, tuple[float, int]]:
-    """Microseconds and calls, by name."""
+def table(events: list[Any], parts: int) -> list[str]:
+    """Where a GPU's time goes: microseconds of one of so many parts, calls, name."""
     found: dict[str, tuple[float, int]] = {}
     for one in events:
         us, count = found.get(one.name(), (0.0, 0))
         found[one.name()] = us + one.duration_ns() / 1e3, count + 1
-    return found
+    ranked = sorted(found.items(), key=lambda item: -item[1][0])
+    busy = sum(us for us, _ in found.values())
+    rows = [f"{us / parts:9.1f} {count / parts:6.1f} {name[:90]}" for name, (us, count) in ranked[:20]]
+    return [f"{busy / parts:9.1f}        all kernels", *rows]
 
 
-def table(found: dict[str, tuple[float, int]], others: dict[str, tuple[float, int]], parts: int) -> list[str]:
-    """Where a GPU's time goes: microseconds of one of so many parts, calls, name. What others took is taken off."""
-    each = {
-        name: tuple((one - other) / parts for one, other in zip(values, others.get(name, (0.0, 0)), strict=True))
-        for name, values in found.items()
-    }
-    ranked = sorted(each.items(), key=lambda item: -item[1][0])[:20]
-    busy = sum(max(0.0, us) for us, _ in each.values())
-    return [f"{busy:9.1f}        all kernels", *(f"{us:9.1f} {count:6.1f} {name[:90]}" for name, (us, count) in ranked)]
-
-
-def kernels(run: Callable[[int], object], steps: int) -> tuple[list[str], list[str]]:
-    """Of a step of decoding, and of a job's prompts. run: a job of so many new tokens a prompt."""
-    alone, whole = (times(watched(partial(run, count))) for count in (1, steps + 1))
-    return table(whole, alone, steps), table(alone, {}, 1)
+def kernels(run: Callable[[], object]) -> tuple[list[str], list[str]]:
+    """Of a job's steps after the last with prompts, one of them on average, and of all before."""
+    events = sorted(watched(run), key=lambda one: one.start_ns())
+    last_prompt = max(at for at, one in enumerate(events) if "_prompt_kernel" in one.name())
+    draws = [at for at, one in enumerate(events) if one.name() == "_draw_kernel" and at > last_prompt]
+    first, last = draws[0] + 1, draws[-1] + 1
+    return table(events[first:last], len(draws) - 1), table(events[:first], 1)
 
 
 class Steps:
@@ -198,7 +192,7 @@ class Steps:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * most)]
         for event in self._events:
             event.record()
-        self._steps: list[tuple[bool, Any, Any, float, bool]] = []
+        self._steps: list[tuple[Any, Any, float, bool]] = []
 
     def __enter__(self) -> Steps:
         self._runner._compute_words = self._marked
@@ -215,25 +209,24 @@ class Steps:
         outputs = self._compute(size, *arguments)
         launch = 1e3 * (time.perf_counter() - start)
         end.record()
-        is_late = bool(self._steps) and self._steps[-1][2].query()
-        self._steps.append((size.blocks > 0, begin, end, launch, is_late))
+        is_late = bool(self._steps) and self._steps[-1][1].query()
+        self._steps.append((begin, end, launch, is_late))
         return outputs
 
     def waits(self) -> list[tuple[float, float]]:
-        """Of each step after the last with prompts: milliseconds that it may have waited, and those from the end of the
-        step before to its own."""
-        last_prompt = max(number for number, step in enumerate(self._steps) if step[0])
+        """Of each step but the first: milliseconds that it may have waited, and those from the end of the one before
+        to its own."""
         found = []
-        for before, (_, begin, end, launch, is_late) in pairwise(self._steps[last_prompt:]):
-            wait = before[2].elapsed_time(begin) + launch if is_late else 0.0
-            found.append((wait, before[2].elapsed_time(end)))
+        for (_, before, *_), (begin, end, launch, is_late) in pairwise(self._steps):
+            wait = before.elapsed_time(begin) + launch if is_late else 0.0
+            found.append((wait, before.elapsed_time(end)))
         return found
 
 
 def waiting_for_host(llm: LLM, run: Callable[[], object], most_steps: int, gate: float | None) -> dict[str, Any]:
-    """The most percent of a step of decoding in which the GPU had nothing to do but to wait for the host. Beside it: of
-    all those steps, how many waited longer than MOST_WAITING percent, and of the first 50 that waited at all their
-    number, milliseconds that they waited, those from the end of the step before to its own."""
+    """The most percent of a step in which the GPU had nothing to do but to wait for the host. Beside it: of all steps
+    but the first, which has nothing before it, how many waited longer than MOST_WAITING percent; of the first 50 that
+    waited at all their number, milliseconds that they waited, those from the end of the step before to its own."""
     with Steps(llm, most_steps) as steps:
         run()
     waits = steps.waits()
@@ -243,7 +236,7 @@ def waiting_for_host(llm: LLM, run: Callable[[], object], most_steps: int, gate:
         "percent of a step, at most",
         gate=gate,
         less_is_better=True,
-        of_decoding=round(100 * sum(wait for wait, _ in waits) / sum(whole for _, whole in waits), 3),
+        of_all=round(100 * sum(wait for wait, _ in waits) / sum(whole for _, whole in waits), 3),
         steps=len(waits),
         steps_over_5_percent=sum(percent > MOST_WAITING for percent in percents),
         steps_that_wait=[[at, round(wait, 3), round(whole, 3)] for at, (wait, whole) in enumerate(waits) if wait][:50],
@@ -291,10 +284,9 @@ def job(name: str, setup: Setup) -> Found:
         value = 1 / step if FIGURES[name]["unit"] == DECODE else value
     more["description"] = {k: v for k, v in llm.describe().items() if k in ("cuda_graphs", "pool", "kernels")}
     found = {}
-    run: Callable[[int], object] = lambda count: run_job(llm, prompts, [count] * len(prompts))  # noqa: E731
     of_prompts: dict[str, list[str]] = {}
     if setup.profile and name in PROFILED:
-        more["kernels"], of_prompts["kernels"] = kernels(run, 32)
+        more["kernels"], of_prompts["kernels"] = kernels(lambda: run_job(llm, prompts, [33] * len(prompts)))
     if setup.profile and name in WATCHED:
         # Without bursts a step of few rows takes the GPU no longer than the host needs for one.
         gate = None if config.get("max_burst_ms") == 0 else MOST_WAITING

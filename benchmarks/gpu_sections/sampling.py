@@ -60,7 +60,7 @@ def sampling(setup: Setup) -> Found:
         steps = [run(llm, prompts, new_tokens, asked) - run(llm, prompts, 1, asked) for _ in range(repeats)]
         more: dict[str, Any] = {"ms_of_host_a_step": host.a_step()}
         if setup.profile and name in PROFILED:
-            more["kernels"], _ = kernels(partial(run, llm, prompts, asked=asked), 16)
+            more["kernels"], _ = kernels(partial(run, llm, prompts, 17, asked))
         value = round(1e3 * statistics.median(steps) / (new_tokens - 1), 3)
         found[f"step, {name}"] = workload(value, "ms", less_is_better=True, **more)
     close(llm)

@@ -111,6 +111,27 @@ def test_no_row_waits_without_end_for_prompts_whose_slots_are_free_again(most_wa
     assert longest <= most_wait and (longest > 0) == (most_wait > 1)
 
 
+def test_whoever_comes_again_and_again_takes_a_row_no_more_than_every_other_step() -> None:
+    """And the positions of one pool, once. Of a row that is more urgent nothing."""
+    steps = {}
+    for priority in (0, -1):
+        bench = Bench(max_num_batched_tokens=16, max_num_seqs=8, num_pages=64, prompts_first=True)
+        row = request("row", [1] * 4, max_tokens=40, ignore_eos=True, priority=priority)
+        bench.apply(cmd.Submit(msgspec.structs.replace(row, is_closed=True)))
+        bench.step()
+        num_steps = number = 0
+        while not any(isinstance(e, ev.Ended) and e.record.request_id == "row" for e in bench.events):
+            if len(bench.scheduler.requests.live) == 1:
+                for _ in range(6):
+                    number += 1
+                    late = request(f"late {number}", [number % 31 + 1] * 20, max_tokens=2, ignore_eos=True)
+                    bench.apply(cmd.Submit(msgspec.structs.replace(late, is_closed=True, cache_salt=str(number))))
+            bench.step()
+            num_steps += 1
+        steps[priority] = num_steps
+    assert steps[-1] == 39 and 39 < steps[0] <= 2 * 39 + 64 * 4 // 16
+
+
 def test_prompts_that_others_would_be_put_aside_for_do_not_come_first() -> None:
     """There are pages for all prompts, and not for what they go on to."""
     found = []

@@ -33,7 +33,7 @@ class Planning:
         self._requests = requests
         self._control = control
         self._num_positions_first = 0
-        """Those of prompts since a row last decoded, while one could have."""
+        """Those of prompts that rows waited for, less a step's for each step that they took part in since."""
 
     @property
     def can_act(self) -> bool:
@@ -69,7 +69,7 @@ class Planning:
         prefills = [state for state in requests.residents if state.num_planned < state.prefill_end]
         others = [state for state in requests.residents if state.prefill_end <= state.num_planned < state.last_position]
         num_prefills = len(prefills)
-        if others and self._prompts_fill(prefills, draft.tokens_left):
+        if others and self._prompts_fill(prefills, others, draft.tokens_left):
             self._continue_prompts(prefills, draft)
             self._admit_waiting(draft)
             self._num_positions_first += config.max_num_batched_tokens - draft.tokens_left
@@ -92,15 +92,17 @@ class Planning:
             lengths = self._burst(draft, decodes, most_steps)
         draft.decode(decodes, lengths)
         if decodes:
-            self._num_positions_first = 0
+            paid = max(lengths) * config.max_num_batched_tokens
+            self._num_positions_first = max(0, self._num_positions_first - paid)
             if requests.num_open and config.max_num_mixed_tokens:
                 most = budget.beside(len(decodes), config.max_num_batched_tokens, config.max_num_mixed_tokens)
                 draft.tokens_left = min(draft.tokens_left, most)
         self._continue_prompts(prefills, draft)
 
-    def _prompts_fill(self, begun: list[RequestState], num_tokens: int) -> bool:
+    def _prompts_fill(self, begun: list[RequestState], decoding: list[RequestState], num_tokens: int) -> bool:
         """Whether rows that decode wait for prompts, which fill this step: where all that wait for a slot can have one,
-        there are pages for everybody to the end, each will decode, and prompts have not yet had a pool of positions."""
+        there are pages for everybody to the end, each will decode, none that decodes is more urgent, and what prompts
+        had so is not yet a pool of positions."""
         config, requests = self._config, self._requests
         waiting, residents, pool = requests.waiting, requests.residents, requests.pool
         if not config.prompts_first or requests.num_open or not waiting or len(waiting) > requests.slots.num_free:
@@ -110,6 +112,8 @@ class Planning:
         if any(s.in_flight or s.num_evictions or s.tried_at == pool.version or s.group.waits_for for s in waiting):
             return False
         if any(s.last_position <= s.prompt_length for s in (*begun, *waiting)):
+            return False
+        if min(s.request.params.priority for s in decoding) < waiting[0].request.params.priority:
             return False
         num_pages = sum(budget.num_pages_for(s.last_position, config.page_size) for s in (*residents, *waiting))
         if num_pages > pool.num_free + sum(len(s.pages) for s in residents):
