@@ -168,7 +168,7 @@ def _commit() -> str | None:
 def _versions() -> list[str]:
     """Of what figures may depend on, as far as it is here."""
     found = [f"Python {platform.python_version()}", f"CUDA {torch.version.cuda}"]
-    for package in ("torch", "triton", "transformers", "flashinfer-python"):
+    for package in ("torch", "triton", "transformers", "flashinfer-python", "flash-attn-4"):
         with suppress(PackageNotFoundError):
             found.append(f"{package} {version(package)}")
     return found

@@ -19,6 +19,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 from gpu_sections.report import ROOT, Found, Setup, claims, environment_with
+from perdure.ops.attention import flash_attention
 
 WORKERS = {"engine": 5, "kernels": 7}  # beside the others; most of the time goes into compiling
 WHOLE = [f"tests/cuda/test_{name}.py" for name in ("engine", "engine_sampling", "invariance", "memory", "runner")]
@@ -54,7 +55,9 @@ def engine(setup: Setup) -> Found:
 
 def kernels(setup: Setup) -> Found:
     ignored = [f"--ignore={path}" for path in WHOLE]
-    return run_pytest(setup, WORKERS["kernels"], "-m", "gpu", "-k", OTHERS, "tests/cuda", *ignored)
+    found = run_pytest(setup, WORKERS["kernels"], "-m", "gpu", "-k", OTHERS, "tests/cuda", *ignored)
+    missing = [] if flash_attention.is_installed() else ["back-fa4: flash-attn-4 is not installed"]
+    return found | {"not_run": [*found.get("not_run", []), *missing]}
 
 
 def storms(setup: Setup) -> Found:
@@ -100,7 +103,8 @@ def unseen(names: Collection[str], report: Found) -> list[str]:
     """Of a run of these sections: rows and cases that should be shown, and were not."""
     if not {"engine", "kernels", "storms"} <= {*names}:
         return []
-    expected = EXPECTED + BY_FLASHINFER * ("flashinfer" in names and not report["not_run"])
+    expected = EXPECTED + BY_FLASHINFER * ("flashinfer" in names and find_spec("flashinfer") is not None)
+    expected += ("back-fa4",) * flash_attention.is_installed()
     shown = report["rows"].keys() | report["cases"].keys()
     return [f"{name} was not shown" for name in expected if name not in shown]
 

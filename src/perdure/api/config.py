@@ -206,8 +206,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if (value := getattr(self, name)) not in fitting:
                 there = ", ".join(map(str, fitting))
                 raise InvalidValue(f"{name}={value!r} is not for device={self.device!r}, which takes {there}")
-        if self.attention_backend == "flashinfer" and self.kv_cache_dtype == "fp8":
-            raise InvalidValue("kv_cache_dtype='fp8' does not go with attention_backend='flashinfer': it needs triton")
+        if self.attention_backend in ("flashinfer", "fa4") and self.kv_cache_dtype == "fp8":
+            form = self.attention_backend
+            raise InvalidValue(f"kv_cache_dtype='fp8' does not go with attention_backend={form!r}: it needs triton")
         if self.batch_invariant or (self.batch_invariant is None and self.device == "cpu"):
             where = "" if self.device == "auto" else f" on device={self.device!r}"
             for name in ("attention_backend", "linear_backend"):
@@ -293,7 +294,7 @@ _OPTIONAL = (
 _VARYING: dict[str, tuple[str, ...]] = {
     "auto": ("plain",),
     "cpu": ("plain",),
-    "cuda": ("plain", "reference", "hopper", "flashinfer"),
+    "cuda": ("plain", "reference", "hopper", "flashinfer", "fa4"),
 }
 """Forms whose bits depend on a row's company; of "auto", those of which that holds on every device."""
 _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -303,7 +304,7 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("on_mismatch", ("continue", "refuse")),
     ("logprobs_mode", ("raw", "processed")),
     ("seed_policy", ("shared", "per_replica")),
-    ("attention_backend", ("auto", "native", "tiled", "plain", "triton", "hopper", "flashinfer", "reference")),
+    ("attention_backend", ("auto", "native", "tiled", "plain", "triton", "hopper", "flashinfer", "fa4", "reference")),
     ("linear_backend", ("auto", "native", "packed", "invariant", "triton", "plain", "reference")),
     ("sampling_backend", ("auto", "torch", "flashinfer")),
     ("kv_cache_dtype", ("auto", "fp8")),
@@ -323,7 +324,7 @@ _ON_DEVICE: dict[str, tuple[tuple[str, tuple[str | None, ...]], ...]] = {
         ("kv_memory", ("device",)),
     ),
     "cuda": (
-        ("attention_backend", ("auto", "triton", "hopper", "flashinfer", "reference")),
+        ("attention_backend", ("auto", "triton", "hopper", "flashinfer", "fa4", "reference")),
         ("linear_backend", ("auto", "triton", "plain", "reference")),
         ("quantization", (None, "fp8")),
     ),

@@ -50,7 +50,7 @@ class EngineOptions:
         _ENGINE.kv_memory
     )
     attention_backend: Annotated[
-        str, _engine("auto; on a CPU native, tiled, plain; on a GPU triton, hopper, flashinfer; reference.")
+        str, _engine("auto; on a CPU native, tiled, plain; on a GPU triton, hopper, flashinfer, fa4; reference.")
     ] = _ENGINE.attention_backend
     linear_backend: Annotated[
         str, _engine("auto; on a CPU native, packed, invariant; on a GPU triton; plain, reference.")

@@ -19,7 +19,7 @@ from perdure.runner.shapes import ShapeRules
 if TYPE_CHECKING:
     from perdure.runner.cuda.runner import CudaRunner
 
-EAGER = ("reference", "flashinfer")
+EAGER = ("reference", "flashinfer", "fa4")
 """Forms of attention that no graph holds."""
 
 FOR_GRAPHS = 1 << 30

@@ -2,8 +2,8 @@
 
 - `PagedRows` says which packed queries are rows of one query and which are blocks of prompts; padding is in it, not
   around it.
-- Four forms: "triton"; "hopper", which is that but for prompts; "reference", the slow oracle of all forms, which looks
-  at the rows on the host; and "flashinfer", which plans on the host after all, so that no graph holds it.
+- Five forms: "triton"; "hopper", which is that but for prompts; "reference", the slow oracle of all forms, which looks
+  at the rows on the host; and "flashinfer" and "fa4", which plan on the host after all, so that no graph holds them.
 
 Shapes: as in `base`; n rows of one query, b blocks, S slots.
 """
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from perdure.ops import gluon
-from perdure.ops.attention import flashinfer
+from perdure.ops.attention import flash_attention, flashinfer
 from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
 from perdure.ops.attention.reference import PlannedReference
 from perdure.ops.rope import Turning
 
-PAGED_FORMS = ("triton", "hopper", "flashinfer", "reference")
+PAGED_FORMS = ("triton", "hopper", "flashinfer", "fa4", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +183,10 @@ def make_paged(
         if reason := flashinfer.why_not(shape, dtype, kv_dtype or dtype):
             raise ValueError(f"attention_backend='flashinfer' does not serve here: {reason}")
         return flashinfer.FlashInferPaged(shape, layer, dtype, device)
+    if name == "fa4":
+        if reason := flash_attention.why_not(shape, dtype, kv_dtype or dtype, device):
+            raise ValueError(f"attention_backend='fa4' does not serve here: {reason}")
+        return flash_attention.FlashAttentionPaged(shape, layer, device)
     if name == "hopper":
         if reason := why_not():
             raise ValueError(f"attention_backend='hopper' does not serve here: {reason}")

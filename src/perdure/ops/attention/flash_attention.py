@@ -1,0 +1,115 @@
+"""FlashAttention-4's kernels (package flash-attn-4) over our pages: rows are said to it on the host once a step, and it
+runs twice a layer, for rows of one query and for prompts.
+
+- It is compiled by its own compiler when it is first used, a few seconds a kind.
+- What lies past a row's end in its last page is read and masked, so it must be finite: pages are cleared before use.
+- Sequences of queries are as long as a step has them, so no graph holds it, and steps run as they are.
+
+Shapes: as in `base`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
+
+HEAD_DIMS = (64, 128, 256)
+LEAST_CAPABILITY = 9  # of a GPU: what has no wgmma takes another form, that has no pages
+
+
+def is_installed() -> bool:
+    """`flash_attn` alone may be another package, of another version."""
+    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+
+
+def why_not(shape: CacheShape, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why these kernels do not serve here; None = they do."""
+    if not is_installed():
+        return "the package flash-attn-4 is not installed"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    if kv_dtype != dtype:
+        return f"it reads pages in the model's type, not in {str(kv_dtype).removeprefix('torch.')}"
+    if shape.head_dim not in HEAD_DIMS:
+        return f"it has heads of {', '.join(map(str, HEAD_DIMS))}, not of {shape.head_dim}"
+    capability = torch.cuda.get_device_capability(device)[0]
+    if capability < LEAST_CAPABILITY:
+        return f"it needs a GPU of compute capability {LEAST_CAPABILITY}, not of {capability}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a step, all int32 but for the first. index [n]: where their queries are packed. ends [r + 1]: their
+    numbers of queries, cumulated, of which one row has most. known [r]: positions with a key. pages [r, W]."""
+
+    index: Tensor
+    ends: Tensor
+    most: int
+    known: Tensor
+    pages: Tensor
+
+
+class FlashAttentionPaged:
+    """See the module's docstring (`paged.PagedAttention`)."""
+
+    name = kernel = "fa4"
+    block_size = 128
+    is_planned = True
+
+    def __init__(self, shape: CacheShape, layer: LayerAttention, device: torch.device) -> None:
+        from flash_attn.cute.interface import flash_attn_varlen_func
+
+        self._page_size = shape.page_size
+        self._device = device
+        self._attend = partial(
+            flash_attn_varlen_func,
+            softmax_scale=layer.scale,
+            causal=True,
+            window_size=(None, None) if layer.window is None else (layer.window - 1, 0),
+            softcap=layer.softcap or 0.0,
+        )
+        self._parts: list[_Part] = []
+
+    def plan(self, rows: AttentionRows) -> None:
+        """What the layers of this step are run with."""
+        lengths = np.diff(rows.offsets)
+        parts = np.flatnonzero(lengths == 1), np.flatnonzero(lengths > 1)
+        self._parts = [self._part(rows, some, lengths[some]) for some in parts if len(some)]
+
+    def run(self, q: Tensor, cache: Tensor, rows: object) -> Tensor:
+        """As in `PagedAttention`; which rows there are was said to `plan`."""
+        keys, values = (plane.permute(1, 2, 0, 3) for plane in cache)  # [P, page_size, Hkv, D]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for part in self._parts:
+            found, _ = self._attend(
+                q[part.index], keys, values, cu_seqlens_q=part.ends, max_seqlen_q=part.most, seqused_k=part.known,
+                page_table=part.pages,
+            )  # fmt: skip
+            out[part.index] = found
+        return out
+
+    def _part(self, rows: AttentionRows, some: NDArray[np.int64], lengths: NDArray[np.int64]) -> _Part:
+        known = rows.starts[some] + lengths
+        width = -(-int(known.max()) // self._page_size)
+        queries = np.concatenate([np.arange(rows.offsets[row], rows.offsets[row + 1]) for row in some])
+        return _Part(
+            self._placed(queries),
+            self._placed(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
+            int(lengths.max()),
+            self._placed(known.astype(np.int32)),
+            self._placed(rows.block_table[some, :width].astype(np.int32)),
+        )
+
+    def _placed(self, values: NDArray[np.generic]) -> Tensor:
+        """On the device, without waiting for what runs there."""
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
