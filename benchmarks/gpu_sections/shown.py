@@ -61,7 +61,7 @@ def kernels(setup: Setup) -> Found:
 
 
 def storms(setup: Setup) -> Found:
-    """With graphs, up to four steps in flight; each finished request equals its solo run (`tests/engine/storm.py`)."""
+    """With graphs and two steps in flight; each finished request equals its solo run (`tests/engine/storm.py`)."""
     environment = environment_with(ROOT / "src")
     marks: Counter[str] = Counter()
     failed: list[str] = []

@@ -91,7 +91,7 @@ class Storm(RuleBasedStateMachine):
     @initialize(home=HOME, there=THERE)
     def begin(self, home: dict[str, Any], there: dict[str, Any]) -> None:
         where = self.truth.place.config
-        self.sides.append(Side(self.truth.models[0], **where, **home))
+        self.sides.append(Side(self.truth.models[0], **where, **(home | {**self.truth.place.home})))
         num_pages = LONGEST // there["page_size"] + 1
         self.sides.append(Side(self.truth.models[0], num_pages=num_pages, **where, **there))
         self.home, self.there = self.sides
@@ -386,7 +386,9 @@ class Storm(RuleBasedStateMachine):
             if (shapes := side.engine.resolved.runner.shapes) is not None:
                 self.marks["padded steps"] += sum(shapes.num_steps.values())
         self.marks["storms"] += 1
-        self.marks[f"depth {self.home.engine._loop.steps_in_flight}"] += 1
+        depth = self.home.engine._loop.steps_in_flight
+        self.marks[f"depth {depth}"] += 1
+        self.marks[f"graphs at depth {depth}"] += self.home.engine.resolved.runner.shapes is not None
 
 
 def run_storms(number: int, truth: Truth, marks: Counter[str], shrink: bool = False) -> None:

@@ -6,7 +6,7 @@ import threading
 from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -110,18 +110,26 @@ class ByHand:
 
 @dataclass(frozen=True)
 class Place:
-    """Where engines run, and what results of one request have in common there, whatever its company."""
+    """Where engines run, and what results of one request have in common there, whatever its company. home: what every
+    storm's first engine has; the rest is drawn."""
 
     config: Mapping[str, Any]
     check_sample: Callable[[CompletionOutput, CompletionOutput], None]
     check_scores: Callable[[TokenScores | None, TokenScores | None], None]
     is_exact: bool
+    home: Mapping[str, Any] = field(default_factory=dict)
 
 
 GRAPHS = {"cuda_graph_max_tokens": 16, "cuda_graph_mixed_prefill": 2}
 PLACES = {
     "cpu": Place({"device": "cpu", **GRAPHS}, check_sample_equal, check_scores_equal, is_exact=True),
-    "cuda": Place({"device": "cuda", **GRAPHS}, check_sample_close, check_scores_close, is_exact=False),
+    "cuda": Place(
+        {"device": "cuda", **GRAPHS},
+        check_sample_close,
+        check_scores_close,
+        is_exact=False,
+        home={"num_cuda_graphs": 3, "steps_in_flight": 2},
+    ),
 }
 """Where a storm has graphs, steps are padded to their shapes, also on a CPU, and prompts cut beside rows that decode.
 Truth has none."""

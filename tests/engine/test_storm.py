@@ -64,7 +64,9 @@ def test_storms_do_not_show_in_any_result(truth: Truth, device: str, one_thread:
     num_seeds = NUM_SEEDS if soak_factor == 1 else 5 * soak_factor
     for seed in range(num_seeds):
         run_storms(seed, truth, marks)
-    missed = [name for name in VISITED if not marks[name]]
+    depth = truth.place.home.get("steps_in_flight")
+    elsewhere = {f"depth {other}" for other in (1, 2, 3, 4) if depth is not None and other != depth}
+    missed = [name for name in VISITED if not marks[name] and name not in elsewhere]
     assert not missed, f"{marks['storms']} storms never visited {missed}"
     assert marks["storms"] >= num_seeds * STORMS_A_SEED
     witness("storm", device=device, marks={name.replace(" ", "-"): number for name, number in sorted(marks.items())})
