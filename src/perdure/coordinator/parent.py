@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 
-STDIN = 0
+STDIN, STDOUT = 0, 1
 
 
 def first_line() -> bytes:
@@ -22,9 +22,10 @@ def first_line() -> bytes:
 
 
 def say(line: str) -> None:
-    """To the process that started this one. If that is gone already, the input has ended as well."""
+    """To the process that started this one. If that is gone already, the input has ended as well; and nothing stays in
+    a buffer, for Python tries once more to write it at its end, and fails then."""
     with contextlib.suppress(BrokenPipeError):
-        print(line, flush=True)
+        os.write(STDOUT, line.encode() + b"\n")
 
 
 def end_with_input(stop: Callable[[], None]) -> None:
