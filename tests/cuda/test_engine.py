@@ -12,8 +12,7 @@ import torch
 
 from perdure import LLM, SamplingParams
 from perdure.models.tiny import make_tiny, make_tiny_llama
-from perdure.ops.triton import rows
-from perdure.runner.cuda import runner as cuda_runner
+from perdure.ops.triton import pages, rows
 from tests.engine.helpers import num_replays, prompt
 from tests.witness import witness
 
@@ -128,7 +127,7 @@ def test_back_optimized(gpu, model, monkeypatch):
 
         return run_it
 
-    for module, name in ((rows, "add_norm"), (rows, "silu_mul"), (cuda_runner, "turn_and_write")):
+    for module, name in ((rows, "add_norm"), (rows, "silu_mul"), (pages, "turn_and_write")):
         monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0, logprobs=1)
     plain = {"linear_backend": "reference", "attention_backend": "reference"}

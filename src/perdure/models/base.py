@@ -22,6 +22,7 @@ from perdure.models.float8 import StoredFloat8
 from perdure.ops.attention import LayerAttention
 from perdure.ops.kernels import Kernels, Weight
 from perdure.ops.linear import PackedProduct
+from perdure.ops.rope import Turning
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,12 @@ class Turn:
     sin: Tensor
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     head_norm: HeadNorm | None = None
+
+    @property
+    def turning(self) -> Turning:
+        """The same for a kernel that does more."""
+        norm = self.head_norm
+        return Turning(self.cos, self.sin, *(() if norm is None else (norm.weight, norm.eps, norm.once)))
 
     def __call__(self, qk: Tensor) -> Tensor:
         """Heads [N, Hq + Hkv, D], normalised and turned."""

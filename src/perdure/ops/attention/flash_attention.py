@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
+from perdure.ops.attention.turned import TurnedFirst
 
 HEAD_DIMS = (64, 128, 256)
 LEAST_CAPABILITY = 9  # of a GPU: what has no wgmma takes another form, that has no pages
@@ -58,7 +59,7 @@ class _Part:
     pages: Tensor
 
 
-class FlashAttentionPaged:
+class FlashAttentionPaged(TurnedFirst):
     """See the module's docstring (`paged.PagedAttention`)."""
 
     name = kernel = "fa4"

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
+from perdure.ops.attention.turned import TurnedFirst
 
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE = 128 << 20
@@ -36,7 +37,7 @@ def why_not(shape: CacheShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> str
     return None
 
 
-class FlashInferPaged:
+class FlashInferPaged(TurnedFirst):
     """See the module's docstring (`paged.PagedAttention`)."""
 
     name = kernel = "flashinfer"

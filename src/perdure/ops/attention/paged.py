@@ -22,7 +22,9 @@ from perdure.ops import gluon
 from perdure.ops.attention import flash_attention, flashinfer
 from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
 from perdure.ops.attention.reference import PlannedReference
-from perdure.ops.rope import Turning
+from perdure.ops.attention.turned import TurnedFirst
+from perdure.ops.norm import rms_norm, rms_norm_once
+from perdure.ops.rope import Turning, rotate
 
 PAGED_FORMS = ("triton", "hopper", "flashinfer", "fa4", "reference")
 
@@ -56,8 +58,15 @@ class PagedAttention(Protocol):
         undefined."""
         ...
 
+    def attend(
+        self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: PagedRows, write: Tensor
+    ) -> Tensor:
+        """The same of queries and keys [N, Hq + Hkv, D] that have not turned, after keys and values [N, Hkv, D] were
+        written where `write` (`ops.triton.pages`) says."""
+        ...
 
-class TritonPaged:
+
+class TritonPaged(TurnedFirst):
     """See `ops.triton.attention`."""
 
     name = "triton"
@@ -85,9 +94,13 @@ class TritonPaged:
         self._prompts(q, cache, rows.table, rows.blocks, out)
         return out
 
-    def turns(self, rows: PagedRows) -> bool:
-        """Whether `run_turning` is for such rows: few, of one query each."""
-        return len(rows.slots) <= self._most_turning and not len(rows.blocks)
+    def attend(
+        self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: PagedRows, write: Tensor
+    ) -> Tensor:
+        is_few = len(rows.slots) <= self._most_turning and not len(rows.blocks)
+        if is_few:
+            return self.run_turning(qk, values, turning, cache, rows)
+        return super().attend(qk, values, turning, cache, rows, write)
 
     def run_turning(self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: PagedRows) -> Tensor:
         """Attention of rows of one query, of queries and keys [N, Hq + Hkv, D] that have not turned. Keys and values
@@ -143,6 +156,18 @@ class ReferencePaged:
 
     def plan(self, rows: AttentionRows) -> None:
         raise AssertionError("rows are looked at when they are run")
+
+    def attend(
+        self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: PagedRows, write: Tensor
+    ) -> Tensor:
+        """By the plainest steps."""
+        from perdure.ops.triton.pages import write_kv
+
+        if turning.norm_weight is not None:
+            qk = (rms_norm_once if turning.once else rms_norm)(qk, turning.norm_weight, turning.eps)
+        q, keys = rotate(qk, turning.cos, turning.sin).split((qk.shape[1] - values.shape[1], values.shape[1]), 1)
+        write_kv(keys, values, cache, write)
+        return self.run(q, cache, rows)
 
     def run(self, q: Tensor, cache: Tensor, rows: PagedRows) -> Tensor:
         ones = torch.stack((rows.slots, rows.index, rows.positions, torch.ones_like(rows.index)), 1)

@@ -28,9 +28,7 @@ from perdure.models.base import Model, Turn
 from perdure.models.store import Store
 from perdure.models.weight_set import WeightSet
 from perdure.ops.attention import CacheShape
-from perdure.ops.attention.paged import PagedRows, TritonPaged, make_paged
-from perdure.ops.rope import Turning
-from perdure.ops.triton.pages import turn_and_write, write_kv
+from perdure.ops.attention.paged import PagedRows, make_paged
 from perdure.runner.cuda.bursts import Burst, Bursts
 from perdure.runner.cuda.graphs import Graphs
 from perdure.runner.cuda.pages import DevicePages, to_device
@@ -350,19 +348,8 @@ class CudaRunner:
         rows = PagedRows(self._table, step.index, step.slots, step.at, step.blocks)
 
         def attend(layer: int, qk: Tensor, v: Tensor, turn: Turn) -> Tensor:
-            cache = self._kv.layers[layer]
             form = self._forms[self._kinds[layer]]
-            norm = turn.head_norm
-            turning = Turning(turn.cos, turn.sin, *(() if norm is None else (norm.weight, norm.eps, norm.once)))
-            if isinstance(form, TritonPaged) and form.turns(rows):
-                return form.run_turning(qk, v, turning, cache, rows)
-            if form.name == "reference":  # by the plainest steps
-                turned, num_heads = turn(qk), qk.shape[1] - v.shape[1]
-                q = turned[:, :num_heads]
-                write_kv(turned[:, num_heads:], v, cache, step.write)
-            else:
-                q = turn_and_write(qk, v, turning, cache, step.write)
-            return form.run(q, cache, rows)
+            return form.attend(qk, v, turn.turning, self._kv.layers[layer], rows, step.write)
 
         tokens = step.tokens
         sampled_last = self._sampler.last_token[(~tokens).clamp_(min=0)]
