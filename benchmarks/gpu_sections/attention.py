@@ -110,30 +110,27 @@ def _inputs(
 def in_turn(work: Callable[[], object], count: int = 20) -> float:
     """Microseconds, of so many one after the other."""
     work()
-    begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
-    times = []
-    for _ in range(4):
-        begin.record()
-        for _ in range(count):
-            work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return 1e3 * min(times) / count
+    return _least_ms(lambda: [work() for _ in range(count)]) * 1e3 / count
 
 
 def in_graph(work: Callable[[], object], count: int = 5) -> float:
     """Microseconds, in a graph of some."""
     work()
-    graph, begin, end = torch.cuda.CUDAGraph(), torch.cuda.Event(True), torch.cuda.Event(True)
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(count):
             work()
+    return _least_ms(graph.replay) * 1e3 / count
+
+
+def _least_ms(run: Callable[[], object]) -> float:
+    """Of four times."""
+    begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
     times = []
     for _ in range(4):
         begin.record()
-        graph.replay()
+        run()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
-    return 1e3 * min(times) / count
+    return min(times)

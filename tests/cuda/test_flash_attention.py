@@ -83,7 +83,7 @@ def step_of(random, shape, dtype, lengths, starts, width):
     return AttentionRows(offsets, starts, table.numpy()), q, cache, table
 
 
-def test_what_it_is_asked(monkeypatch):
+def test_what_it_is_asked():
     """Each step's rows as its function takes them, with a plain form of that in its place."""
     shape, kind = CacheShape(4, 2, 8, 80, 16), LayerAttention(0.3, window=50, softcap=4.0)
 

@@ -91,7 +91,7 @@ class Storm(RuleBasedStateMachine):
     @initialize(home=HOME, there=THERE)
     def begin(self, home: dict[str, Any], there: dict[str, Any]) -> None:
         where = self.truth.place.config
-        self.sides.append(Side(self.truth.models[0], **where, **(home | {**self.truth.place.home})))
+        self.sides.append(Side(self.truth.models[0], **where, **{**home, **self.truth.place.home}))
         num_pages = LONGEST // there["page_size"] + 1
         self.sides.append(Side(self.truth.models[0], num_pages=num_pages, **where, **there))
         self.home, self.there = self.sides

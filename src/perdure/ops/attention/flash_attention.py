@@ -19,10 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from perdure.ops.attention import libraries
 from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
+from perdure.ops.attention.libraries import cumulated, queries_of
 from perdure.ops.attention.turned import TurnedFirst
+from perdure.ops.transfer import sent
 
-HEAD_DIMS = (64, 128, 256)
 LEAST_CAPABILITY = 9  # of a GPU: what has no wgmma takes another form, that has no pages
 
 
@@ -35,12 +37,8 @@ def why_not(shape: CacheShape, dtype: torch.dtype, kv_dtype: torch.dtype, device
     """Why these kernels do not serve here; None = they do."""
     if not is_installed():
         return "the package flash-attn-4 is not installed"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"it computes in float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
-    if kv_dtype != dtype:
-        return f"it reads pages in the model's type, not in {str(kv_dtype).removeprefix('torch.')}"
-    if shape.head_dim not in HEAD_DIMS:
-        return f"it has heads of {', '.join(map(str, HEAD_DIMS))}, not of {shape.head_dim}"
+    if reason := libraries.why_not(shape, dtype, kv_dtype):
+        return reason
     capability = torch.cuda.get_device_capability(device)[0]
     if capability < LEAST_CAPABILITY:
         return f"it needs a GPU of compute capability {LEAST_CAPABILITY}, not of {capability}"
@@ -101,16 +99,10 @@ class FlashAttentionPaged(TurnedFirst):
     def _part(self, rows: AttentionRows, some: NDArray[np.int64], lengths: NDArray[np.int64]) -> _Part:
         known = rows.starts[some] + lengths
         width = -(-int(known.max()) // self._page_size)
-        queries = np.concatenate([np.arange(rows.offsets[row], rows.offsets[row + 1]) for row in some])
         return _Part(
-            self._placed(queries),
-            self._placed(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
+            sent(queries_of(rows, some), self._device),
+            sent(cumulated(lengths), self._device),
             int(lengths.max()),
-            self._placed(known.astype(np.int32)),
-            self._placed(rows.block_table[some, :width].astype(np.int32)),
+            sent(known.astype(np.int32), self._device),
+            sent(rows.block_table[some, :width].astype(np.int32), self._device),
         )
-
-    def _placed(self, values: NDArray[np.generic]) -> Tensor:
-        """On the device, without waiting for what runs there."""
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor

@@ -16,10 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from perdure.ops.attention import libraries
 from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
+from perdure.ops.attention.libraries import cumulated, queries_of
 from perdure.ops.attention.turned import TurnedFirst
+from perdure.ops.transfer import sent
 
-HEAD_DIMS = (64, 128, 256)
 WORKSPACE = 128 << 20
 """Bytes, as FlashInfer advises."""
 
@@ -28,13 +30,7 @@ def why_not(shape: CacheShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> str
     """Why these kernels do not serve here; None = they do."""
     if find_spec("flashinfer") is None:
         return "the package flashinfer-python is not installed"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"it computes in float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
-    if kv_dtype != dtype:
-        return f"it reads pages in the model's type, not in {str(kv_dtype).removeprefix('torch.')}"
-    if shape.head_dim not in HEAD_DIMS:
-        return f"it has heads of {', '.join(map(str, HEAD_DIMS))}, not of {shape.head_dim}"
-    return None
+    return libraries.why_not(shape, dtype, kv_dtype)
 
 
 class FlashInferPaged(TurnedFirst):
@@ -70,12 +66,11 @@ class FlashInferPaged(TurnedFirst):
         self._parts = []
         if len(ones := np.flatnonzero(lengths == 1)):
             self._decode.plan(*self._pages(rows, ones), *sizes, **self._kind)
-            self._parts.append((self._decode, self._index(rows.offsets[ones])))
+            self._parts.append((self._decode, sent(rows.offsets[ones], self._device)))
         if len(prompts := np.flatnonzero(lengths > 1)):
-            offsets = _cumulated(lengths[prompts])
+            offsets = torch.from_numpy(cumulated(lengths[prompts]))
             self._prompts.plan(offsets, *self._pages(rows, prompts), *sizes, causal=True, **self._kind)
-            queries = [np.arange(rows.offsets[row], rows.offsets[row + 1]) for row in prompts]
-            self._parts.append((self._prompts, self._index(np.concatenate(queries))))
+            self._parts.append((self._prompts, sent(queries_of(rows, prompts), self._device)))
 
     def run(self, q: Tensor, cache: Tensor, rows: object) -> Tensor:
         """As in `PagedAttention`; which rows there are was said to `plan`."""
@@ -91,11 +86,5 @@ class FlashInferPaged(TurnedFirst):
         counts = -(-known // self._shape.page_size)
         pages = np.concatenate([rows.block_table[row, :count] for row, count in zip(some, counts, strict=True)])
         last = known - (counts - 1) * self._shape.page_size
-        return _cumulated(counts), torch.from_numpy(pages.astype(np.int32)), torch.from_numpy(last.astype(np.int32))
-
-    def _index(self, values: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
-
-
-def _cumulated(counts: NDArray[np.int64]) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+        begins, every, fill = map(torch.from_numpy, (cumulated(counts), pages.astype(np.int32), last.astype(np.int32)))
+        return begins, every, fill

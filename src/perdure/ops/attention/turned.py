@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor
@@ -9,11 +10,11 @@ from torch import Tensor
 from perdure.ops.rope import Turning
 
 
-class TurnedFirst:
+class TurnedFirst(ABC):
     """`attend` of a form by its `run` (`paged.PagedAttention`)."""
 
-    def run(self, q: Tensor, cache: Tensor, rows: Any) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def run(self, q: Tensor, cache: Tensor, rows: Any) -> Tensor: ...
 
     def attend(self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: Any, write: Tensor) -> Tensor:
         from perdure.ops.triton.pages import turn_and_write

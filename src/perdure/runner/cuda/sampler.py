@@ -21,6 +21,7 @@ from torch import Tensor
 from perdure.api.ending import Failure
 from perdure.api.plan import NO_LOGPROBS, RowInit
 from perdure.ops import flashinfer_filters
+from perdure.ops.transfer import sent
 from perdure.ops.triton.adjust import Adjusted, Asked, history_of, make_block
 from perdure.ops.triton.bursts import MOST_ENDS, NO_ID, RowEnds
 from perdure.ops.triton.filters import find_kept
@@ -97,7 +98,7 @@ class DeviceSampler:
             self._blocks[init.slot] = block
             self._addresses[init.slot] = 0 if block is None else block.data_ptr()
         if inits:
-            self.row_ends.begin(_placed(_ends_of(inits), self._device))
+            self.row_ends.begin(sent(_ends_of(inits), self._device))
 
     def parts(self, step: PackedStep) -> Parts:
         slots = step.slots[step.sampled]
@@ -141,10 +142,10 @@ class DeviceSampler:
         masks, failed = self._masks.take(step.slots[rows])
         errors.update((int(rows[at]), why) for at, why in failed.items())
         if masks is not None:
-            bits = _placed(masks.bits, self._device)
+            bits = sent(masks.bits, self._device)
             columns.masks[masks.row] = bits.data_ptr() + np.arange(len(bits)) * bits[0].nbytes
-        settings = SampleColumns.on_device(_placed(words, self._device), count).settings()
-        at = _placed(parts.masked, self._device)
+        settings = SampleColumns.on_device(sent(words, self._device), count).settings()
+        at = sent(parts.masked, self._device)
         tokens, codes = torch.empty(2, count, dtype=torch.int32, device=self._device)
         x, kept = draw_tokens(logits[at], settings, tokens, codes, self.last_token, self._find)
         self.results[0, at], self.results[1, at] = tokens, codes
@@ -182,7 +183,7 @@ class DeviceSampler:
         columns[:, :count] = drawn_rows[asking], self._rows.processed_logprobs[slots], results[asking]
         for entry in np.flatnonzero(num_listed).tolist():
             ids[entry, 1 : 1 + num_listed[entry]] = self._rows.listed_ids[slots[entry]]
-        placed = _placed(numbers, self._device)
+        placed = sent(numbers, self._device)
         looked_at, is_processed, at = placed[: 3 * width].view(3, width)[:, :count]
         scored = placed[3 * width :].view(count, -1)
         scored[:, 0] = self.results[0, at]
@@ -246,9 +247,3 @@ def _asked(init: RowInit) -> Asked | None:
         else None,
         history=asked.history if looks_back else (),
     )
-
-
-def _placed(values: np.ndarray, device: torch.device) -> Tensor:
-    """On the device, without waiting for what runs there."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
