@@ -65,7 +65,7 @@ SECTIONS: dict[str, Section] = {
     "parity": Section(parity, 170, is_alone=False),
     "flashinfer": Section(flashinfer, 300, is_alone=False, is_long=True),
     "sanitizer": Section(sanitizer, 120, is_timed=False),
-    "attention": Section(attention, 45),
+    "attention": Section(attention, 75),
     **_job("nano"),
     **_job("b64"),
     **_job("b256"),
