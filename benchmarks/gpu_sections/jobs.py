@@ -19,6 +19,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -180,54 +181,95 @@ def kernels(run: Callable[[], object]) -> tuple[list[str], list[str]]:
     return table(events[first:last], len(draws) - 1), table(events[:first], 1)
 
 
+class HostClock:
+    """When events of the device were reached, in seconds of `time.perf_counter`: at the earliest, by some 20 us."""
+
+    def __init__(self) -> None:
+        self._first, self._begin = self._now()
+
+    @staticmethod
+    def _now() -> tuple[torch.cuda.Event, float]:
+        torch.cuda.synchronize()
+        event, begin = torch.cuda.Event(enable_timing=True), time.perf_counter()
+        event.record()
+        event.synchronize()
+        return event, begin
+
+    def end(self) -> None:
+        """Nothing more will be asked about than what was recorded by now."""
+        last, end = self._now()
+        self._pace = (end - self._begin) / self._first.elapsed_time(last)
+
+    def __call__(self, event: torch.cuda.Event) -> float:
+        return self._begin + self._first.elapsed_time(event) * self._pace
+
+
 class Steps:
-    """When each step of the device begins and ends, and for how long the device may have waited for the host before it:
-    not at all where the step before was still running once this one was launched whole, else from the end of that to
-    its begin, and while it was launched, all of which may be more than it waited."""
+    """When parts of steps were launched, and when the device was done with them: a step in a graph is one part, of
+    others each layer's attention begins one. In a part, the device may have waited for the host from the end of the
+    part before until this one was launched whole: not at all where that came first."""
 
     def __init__(self, llm: LLM, most: int) -> None:
-        """most: steps there may be. Their events are made before, which takes the driver milliseconds at a time."""
+        """most: parts there may be. Their events are made before, which takes the driver milliseconds at a time."""
         self._runner = llm._engine.resolved.runner
+        self._forms = {*self._runner._forms.values()}
         self._compute = self._runner._compute_words
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * most)]
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(most)]
         for event in self._events:
             event.record()
-        self._steps: list[tuple[Any, Any, float, bool]] = []
+        self._parts: list[tuple[torch.cuda.Event, float]] = []
+        self._ends: list[int] = []
 
     def __enter__(self) -> Steps:
-        self._runner._compute_words = self._marked
+        self._clock = HostClock()
+        self._runner._compute_words = self._computed
+        for form in self._forms:
+            form.attend = partial(self._attended, form.attend)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._clock.end()
         del self._runner._compute_words
-        torch.cuda.synchronize()
+        for form in self._forms:
+            del form.attend
 
-    def _marked(self, size: Any, *arguments: Any) -> Any:
-        begin, end = self._events.pop(), self._events.pop()
-        begin.record()
-        start = time.perf_counter()
+    def _mark(self) -> None:
+        """The end of a part."""
+        event = self._events.pop()
+        event.record()
+        self._parts.append((event, time.perf_counter()))
+
+    def _attended(self, attend: Callable[..., Any], *arguments: Any) -> Any:
+        self._mark()
+        return attend(*arguments)
+
+    def _computed(self, size: Any, *arguments: Any) -> Any:
+        self._mark()  # what is copied there before is a part, too
         outputs = self._compute(size, *arguments)
-        launch = 1e3 * (time.perf_counter() - start)
-        end.record()
-        is_late = bool(self._steps) and self._steps[-1][1].query()
-        self._steps.append((begin, end, launch, is_late))
+        self._mark()
+        self._ends.append(len(self._parts))
         return outputs
 
     def waits(self) -> list[tuple[float, float]]:
         """Of each step but the first: milliseconds that it may have waited, and those from the end of the one before
         to its own."""
-        found = []
-        for (_, before, *_), (begin, end, launch, is_late) in pairwise(self._steps):
-            wait = before.elapsed_time(begin) + launch if is_late else 0.0
-            found.append((wait, before.elapsed_time(end)))
-        return found
+        reached = [self._clock(event) for event, _ in self._parts]
+        launched = [when for _, when in self._parts]
+        parts = [
+            max(0.0, min(at, when) - before)
+            for before, at, when in zip(reached, reached[1:], launched[1:], strict=False)
+        ]
+        return [
+            (1e3 * sum(parts[low - 1 : high - 1]), 1e3 * (reached[high - 1] - reached[low - 1]))
+            for low, high in pairwise(self._ends)
+        ]
 
 
-def waiting_for_host(llm: LLM, run: Callable[[], object], most_steps: int, gate: float | None) -> dict[str, Any]:
+def waiting_for_host(llm: LLM, run: Callable[[], object], most_parts: int, gate: float | None) -> dict[str, Any]:
     """The most percent of a step in which the GPU had nothing to do but to wait for the host. Beside it: of all steps
     but the first, which has nothing before it, how many waited longer than MOST_WAITING percent; of the first 50 that
     waited at all their number, milliseconds that they waited, those from the end of the step before to its own."""
-    with Steps(llm, most_steps) as steps:
+    with Steps(llm, most_parts) as steps:
         run()
     waits = steps.waits()
     percents = [100 * wait / whole for wait, whole in waits]
@@ -285,14 +327,14 @@ def job(name: str, setup: Setup) -> Found:
     more["description"] = {k: v for k, v in llm.describe().items() if k in ("cuda_graphs", "pool", "kernels")}
     found = {}
     of_prompts: dict[str, list[str]] = {}
-    if setup.profile and name in PROFILED:
-        more["kernels"], of_prompts["kernels"] = kernels(lambda: run_job(llm, prompts, [33] * len(prompts)))
-    if setup.profile and name in WATCHED:
+    if setup.profile and name in WATCHED:  # before a profiler was there, which slows launches down ever after
         # Without bursts a step of few rows takes the GPU no longer than the host needs for one.
         gate = None if config.get("max_burst_ms") == 0 else MOST_WAITING
         found[f"{name}, waiting for the host"] = waiting_for_host(
-            llm, lambda: run_job(llm, prompts, new_tokens), 2 * max(new_tokens), gate
+            llm, lambda: run_job(llm, prompts, new_tokens), 4 * max(new_tokens), gate
         )
+    if setup.profile and name in PROFILED:
+        more["kernels"], of_prompts["kernels"] = kernels(lambda: run_job(llm, prompts, [33] * len(prompts)))
     close(llm)
     more["job"] = {
         "shape": shape["architectures"][0], "prompts": len(prompts), "prompt_tokens": sum(map(len, prompts)),
