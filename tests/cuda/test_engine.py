@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
@@ -12,7 +13,9 @@ import torch
 
 from perdure import LLM, SamplingParams
 from perdure.models.tiny import make_tiny, make_tiny_llama
+from perdure.ops.attention.paged import TritonPaged
 from perdure.ops.triton import pages, rows
+from tests.cuda.helpers import check_poisoned
 from tests.engine.helpers import num_replays, prompt
 from tests.witness import witness
 
@@ -116,27 +119,70 @@ def test_mixed_graphs_with_the_form_for_hopper(gpu, tmp_path):
             torch.testing.assert_close(*chosen, atol=1.5, rtol=0.05, equal_nan=True)  # of logits of size 30
 
 
-def test_back_optimized(gpu, model, monkeypatch):
-    """Fused layer modules against plain ones on the same device, where theirs is the forward that runs."""
+PLAIN = {"linear_backend": "reference", "attention_backend": "reference"}
+
+
+@pytest.fixture
+def fused(monkeypatch) -> Counter[str]:
+    """How often functions of several layers' modules in one were called; in a graph, once."""
     ran: Counter[str] = Counter()
 
-    def counted(name: str, fused: Any) -> Any:
+    def counted(name: str, function: Any) -> Any:
         def run_it(*arguments: Any) -> Any:
             ran[name] += 1
-            return fused(*arguments)
+            return function(*arguments)
 
         return run_it
 
-    for module, name in ((rows, "add_norm"), (rows, "silu_mul"), (pages, "turn_and_write")):
+    for module, name in (
+        (rows, "add_norm"), (rows, "silu_mul"), (pages, "turn_and_write"), (TritonPaged, "run_turning")
+    ):  # fmt: skip
         monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    return ran
+
+
+def test_back_optimized(gpu, model, fused):
+    """Fused layer modules against plain ones on the same device, where theirs is the forward that runs."""
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0, logprobs=1)
-    plain = {"linear_backend": "reference", "attention_backend": "reference"}
-    right, _, _ = run(model, "cuda", params, **plain)
-    assert not ran
+    right, _, _ = run(model, "cuda", params, **PLAIN)
+    assert not fused
     found, _, replays = run(model, "cuda", params)
     check_same(found, right)
     assert [one.prompt_token_ids for one in found] == [one.prompt_token_ids for one in right]
-    witness("back-optimized", replays=replays, **ran)
+    witness("back-optimized", replays=replays, **fused)
+
+
+def test_feat_fused_rope(gpu, tmp_path, fused):
+    """Heads of 64 in 256 channels: queries and keys turn in the kernel that writes keys, or in that of attention where
+    rows are few; step by step and in graphs."""
+    model = make_tiny_llama(tmp_path / "llama", hidden_size=256)
+    sizes = json.loads((model / "config.json").read_text())
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0, logprobs=1)
+    right, _, _ = run(model, "cuda", params, **PLAIN)
+    assert not fused
+    (alone,), _, _ = run(model, "cuda", params, num_cuda_graphs=0, prompts=PROMPTS[:1])
+    eager, _, _ = run(model, "cuda", params, num_cuda_graphs=0)
+    calls = {name: fused[name] for name in ("turn_and_write", "run_turning")}
+    found, _, replays = run(model, "cuda", params)
+    check_same([alone], right[:1])
+    for others in (eager, found):
+        check_same(others, right)
+        assert [one.prompt_token_ids for one in others] == [one.prompt_token_ids for one in right]
+    witness(
+        "feat-fused-rope",
+        head_dim=sizes["head_dim"],
+        hidden=sizes["hidden_size"],
+        **calls,
+        replays=replays,
+        text=found[0].outputs[0].text,
+    )
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_T58_poisoned_pages(gpu, half, backend):
+    if backend == "hopper" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("not a Hopper GPU")
+    check_poisoned(half, backend)
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3"])
@@ -147,17 +193,6 @@ def test_families(gpu, tmp_path, family):
     found, _, replays = run(model, "cuda", params)
     check_same(found, right)
     assert replays > 0
-
-
-def test_T45_neighbours(gpu, model):
-    """A seeded request alone, first among seven, and last."""
-    mine = SamplingParams(max_tokens=32, ignore_eos=True, seed=42)
-    others = [SamplingParams(max_tokens=20 + i, ignore_eos=True, seed=i) for i in range(7)]
-    alone, _, _ = run(model, "cuda", mine, prompts=PROMPTS[:1])
-    first, _, replays = run(model, "cuda", [mine, *others])
-    last, _, _ = run(model, "cuda", [*others, mine], prompts=[*PROMPTS[1:], PROMPTS[0]])
-    assert alone[0].outputs[0].token_ids == first[0].outputs[0].token_ids == last[-1].outputs[0].token_ids
-    witness("T45", neighbours=len(others), replays=replays, device="cuda")
 
 
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])

@@ -16,7 +16,7 @@ from perdure.models.tiny import make_tiny
 from perdure.ops.attention import AttentionRows, CacheShape, LayerAttention, flash_attention
 from perdure.ops.attention.paged import PagedRows, make_paged
 from perdure.ops.attention.reference import ReferenceAttention
-from tests.cuda.helpers import Random, check_close
+from tests.cuda.helpers import Random, check_close, check_poisoned
 from tests.engine.helpers import prompt
 from tests.witness import witness
 
@@ -27,8 +27,9 @@ LENGTHS, STARTS = np.array([1, 300, 1, 40, 1]), np.array([0, 0, 600, 511, 255])
 
 @installed
 def test_back_fa4(gpu, tmp_path):
-    """Whole requests with heads of 128, prompts in chunks, as with kernels of our own."""
-    model = make_tiny("llama", tmp_path / "llama", dtype="float16", head_dim=128, max_position_embeddings=2048)
+    """Whole requests of 128 channels in heads of 128, prompts in chunks, as with kernels of our own."""
+    sizes = {"hidden_size": 128, "head_dim": 128, "max_position_embeddings": 2048}
+    model = make_tiny("llama", tmp_path / "llama", seed=1, dtype="float16", **sizes)  # best ids lead by 0.2 at least
     prompts = [prompt(length) for length in (5, 300, 700)]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
     outputs, queries = {}, []
@@ -39,13 +40,19 @@ def test_back_fa4(gpu, tmp_path):
                 form = next(iter(llm._engine.resolved.runner._forms.values()))
                 form._attend = _counted(form._attend, queries)
                 assert llm.describe()["cuda_graphs"].startswith("none")
+                hidden = llm._engine.resolved.loaded.config.hidden_size
             outputs[backend] = llm.generate(prompts, params)
     for ours, theirs in zip(outputs["triton"], outputs["fa4"], strict=True):
         assert theirs.error is None and ours.outputs[0].token_ids == theirs.outputs[0].token_ids
         assert (ours.prompt_token_ids, ours.outputs[0].text) == (theirs.prompt_token_ids, theirs.outputs[0].text)
     ran = {"prefill": sum(most > 1 for most in queries), "decode": sum(most == 1 for most in queries)}
     assert all(ran.values())
-    witness("back-fa4", head_dim=128, **ran)
+    witness("back-fa4", hidden=hidden, head_dim=128, **ran)
+
+
+@installed
+def test_T58_poisoned_pages(gpu, half):
+    check_poisoned(half, "fa4")
 
 
 @installed

@@ -14,7 +14,7 @@ from perdure.models.tiny import make_tiny
 from perdure.ops.attention import AttentionRows, CacheShape, LayerAttention
 from perdure.ops.attention.paged import PagedRows, make_paged
 from perdure.ops.attention.reference import ReferenceAttention
-from tests.cuda.helpers import Random, check_close
+from tests.cuda.helpers import Random, check_close, check_poisoned
 from tests.engine.helpers import prompt
 from tests.witness import witness
 
@@ -44,6 +44,11 @@ def test_back_fa2(gpu, tmp_path):
         assert theirs.error is None and ours.outputs[0].token_ids == theirs.outputs[0].token_ids
         assert (ours.prompt_token_ids, ours.outputs[0].text) == (theirs.prompt_token_ids, theirs.outputs[0].text)
     witness("back-fa2", page_size=256, **{name: len(calls) for name, calls in ran.items()})
+
+
+@installed
+def test_T58_poisoned_pages(gpu, half):
+    check_poisoned(half, "flashinfer")
 
 
 @installed

@@ -10,6 +10,7 @@ import torch
 
 from perdure import LLM, SamplingParams
 from perdure.api.output import RequestOutput
+from perdure.api.plan import StepPlan
 from perdure.models.tiny import make_tiny
 from perdure.ops.attention import CacheShape, LayerAttention
 from perdure.ops.attention.paged import PagedRows, make_paged
@@ -69,7 +70,9 @@ LONG = prompt(8000, seed=3)
 MODES = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=5, prompt_logprobs=5),
     "drawn": SamplingParams(temperature=0.9, top_p=0.95, seed=12, max_tokens=24, ignore_eos=True, logprobs=-1),
+    "in bursts": SamplingParams(temperature=0.9, top_p=0.95, seed=12, max_tokens=24, ignore_eos=True, logprobs=5),
 }
+"""Scores of the whole vocabulary are the host's, so "drawn" has no bursts; others have."""
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +88,18 @@ def model(tmp_path_factory):
 def engine(model, **config: Any) -> LLM:
     settings = {"num_pages": 4096, "max_num_seqs": 66, "enable_prefix_caching": False, "max_model_len": 8192}
     return LLM(str(model), device="cuda", batch_invariant=True, check_integrity=True, **{**settings, **config})
+
+
+def plans_of(llm: LLM) -> list[StepPlan]:
+    """From now on."""
+    runner, plans = llm._engine.resolved.runner, list[StepPlan]()
+    launch = runner.launch
+    runner.launch = lambda plan: (plans.append(plan), launch(plan))[1]
+    return plans
+
+
+def num_bursts(plans: list[StepPlan]) -> int:
+    return sum(plan.num_steps > 1 for plan in plans)
 
 
 def others(count: int) -> list[SamplingParams]:
@@ -113,24 +128,36 @@ def check(found: RequestOutput, right: RequestOutput) -> None:
 def test_T66_in_company(gpu, model, alone, budget):
     """Beside 64 others, first or last, and with a prompt of 8,000 computed while it decodes."""
     with engine(model, max_num_batched_tokens=budget) as llm:
+        plans, beside = plans_of(llm), 0
         for (name, length), right in alone.items():
             mode = MODES[name]
             if length == 100:
                 check(llm.generate([X[length], *OTHERS], [mode, *others(64)])[0], right)
             check(llm.generate([*OTHERS, X[length]], [*others(64), mode])[-1], right)
             if budget < len(LONG):
+                before = len(plans)
                 check(llm.generate([X[length], LONG], [mode, MODES["greedy"]])[0], right)
-        witness("T66", budget=budget, lengths=[*X], others=64, steps=llm.stats().num_steps, replays=num_replays(llm))
+                together = [sorted(plan.length) for plan in plans[before:] if len(plan.length) == 2]
+                now = sum(one == 1 and more > 1 for one, more in together)
+                assert now > 10, f"it decoded in {now} steps with a part of the long prompt"
+                beside += now
+        count = {"steps_beside_the_long_prompt": beside} if beside else {}
+        witness(
+            "T66", budget=budget, lengths=[*X], others=64, replays=num_replays(llm), bursts=num_bursts(plans), **count
+        )
 
 
-def test_T66_with_a_prefix_hit(gpu, model, alone):
+@pytest.mark.parametrize("name", ["drawn", "in bursts"])
+def test_T66_with_a_prefix_hit(gpu, model, alone, name):
     with engine(model, enable_prefix_caching=True) as llm:
+        plans = plans_of(llm)
         for length in (100, 1500):
-            hits = [llm.generate(X[length], MODES["drawn"])[0] for _ in range(2)]
+            hits = [llm.generate(X[length], MODES[name])[0] for _ in range(2)]
             for found in hits:
-                check(found, alone["drawn", length])
+                check(found, alone[name, length])
             assert hits[0].num_cached_tokens == 0 and hits[1].num_cached_tokens == (length - 1) // 16 * 16
-        witness("T66", cached=hits[1].num_cached_tokens)
+        assert (num_bursts(plans) > 0) == (name == "in bursts")
+        witness("T66", cached=hits[1].num_cached_tokens, mode=name, replays=num_replays(llm))
 
 
 @pytest.mark.parametrize("name", MODES)

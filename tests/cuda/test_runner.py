@@ -220,7 +220,8 @@ def test_a_row_that_fails_in_a_burst_keeps_what_came_before(device):
 
 
 def test_T59_padding_writes_nowhere(gpu):
-    """Three rows in a graph of four, many times: no page outside the three rows' changes, and no row of nobody's."""
+    """Three rows in a graph of four, many times and in bursts that they leave one by one, two in flight: no page
+    outside the three rows' changes, and no row of nobody's."""
     driver = CudaDriver(gpu, rules=ShapeRules(8, 120, 128, 4, "linear", 8))
     ids = [prompt(length) for length in (5, 7, 9)]
     for slot in range(3):
@@ -234,12 +235,18 @@ def test_T59_padding_writes_nowhere(gpu):
         pool[:, :, :, others] = torch.randn(pool[:, :, :, others].shape).to(gpu)
         driver.device._table[:, driver.pages_per_slot - 2 :] = others[0]  # what nobody should follow
     before = pool[:, :, :, others].clone()
-    count = 20
-    for _ in range(count):
-        driver.run(Row(0), Row(1), Row(2))
+    steps = [(1, 1, 1)] * 20 + [(4, 2, 3), (1, 6, 3), (2, 2, 2)]
+    tickets, tokens = [], 0
+    for lengths in steps:
+        tickets.append(driver.device.launch(driver.plan(*(Row(slot, steps=n) for slot, n in enumerate(lengths)))))
+        if len(tickets) == 2:
+            tokens += len(tickets.pop(0).wait().tokens)
+    tokens += len(tickets.pop().wait().tokens)
     assert torch.equal(pool[:, :, :, others], before)
-    assert driver.device.shapes is not None
-    witness("T59", pages_outside=len(others), replays=sum(driver.device.shapes.num_steps.values()))
+    assert tokens == sum(map(sum, steps))
+    replays = sum(driver.device.shapes.num_steps.values())
+    assert replays == sum(map(max, steps)) and driver.device.shapes.num_others == 1  # that of the prompts
+    witness("T59", pages_outside=len(others), replays=replays, bursts=3, in_flight=2)
 
 
 def test_a_row_with_unusable_logits_fails_alone(device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import threading
 import time
 from array import array
@@ -333,6 +334,11 @@ def num_replays(llm: LLM) -> int:
     return 0 if shapes is None else sum(shapes.num_steps.values())
 
 
+def replays_on(device: str, llm: LLM) -> dict[str, int]:
+    """For a witness: on a GPU, of which graphs are the default."""
+    return {"replays": num_replays(llm)} if device == "cuda" else {}
+
+
 class PoolWatch:
     """What the pool held when it was copied out, and what after it came back."""
 
@@ -387,6 +393,14 @@ def changed_tensors(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
     tensors = load_file(path)
     yield tensors
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def flatter_model(model: Path, directory: Path) -> Path:
+    """The model with an eighth of its logits, so that several ids may be drawn."""
+    shutil.copytree(model, directory)
+    with changed_tensors(directory) as tensors:
+        tensors["lm_head.weight"] /= 8
+    return directory
 
 
 def constant_model(directory: Path, logits: Sequence[float], **shape: Any) -> Path:

@@ -128,7 +128,7 @@ PLACES = {
         check_sample_close,
         check_scores_close,
         is_exact=False,
-        home={"num_cuda_graphs": 3, "steps_in_flight": 2},
+        home={"num_cuda_graphs": 3, "steps_in_flight": 2, "max_burst_ms": 60_000},
     ),
 }
 """Where a storm has graphs, steps are padded to their shapes, also on a CPU, and prompts cut beside rows that decode.

@@ -13,7 +13,7 @@ import torch
 from perdure import LLM
 from perdure.api.output import RequestOutput
 from tests.engine.conftest import DEVICES, MakeLLM
-from tests.engine.helpers import check_empty, settings
+from tests.engine.helpers import check_empty, replays_on, settings
 from tests.engine.reference import CLEAR_LEAD
 from tests.models.helpers import convert_stories260k, gguf_to_bf16_directory
 from tests.witness import witness
@@ -102,7 +102,8 @@ def test_cpu16_all_at_once(rounded: LLM) -> None:
     """16 prompts of Python's manual, 1,024 ids on which six engines agree."""
     outputs = rounded.generate(CPU16["prompt_ids"], settings(max_tokens=64, logprobs=2))
     lead = check_cpu16(outputs, CPU16["generated_ids"])
-    witness("cpu16", num_ids=1024, least_lead=lead, device=rounded._engine.resolved.config.device)
+    device = rounded._engine.resolved.config.device
+    witness("cpu16", num_ids=1024, least_lead=lead, device=device, **replays_on(device, rounded))
 
 
 def test_cpu16_one_by_one(rounded: LLM) -> None:

@@ -12,8 +12,18 @@ import pytest
 import torch
 
 from perdure import InvalidValue, SamplingParams
-from tests.engine.conftest import MakeAsync, MakeLLM, Solo
-from tests.engine.helpers import V, check_equal, check_reference, constant_model, pressure, prompt, run_async, settings
+from tests.engine.conftest import DEVICES, Check, MakeAsync, MakeLLM, Solo
+from tests.engine.helpers import (
+    V,
+    check_equal,
+    check_reference,
+    constant_model,
+    pressure,
+    prompt,
+    replays_on,
+    run_async,
+    settings,
+)
 from tests.engine.reference import Reference
 from tests.witness import witness
 
@@ -26,16 +36,17 @@ def others(count: int, seeded: bool) -> list[SamplingParams]:
     return [settings(temperature=1.0, seed=100 + n if seeded else None, max_tokens=5 + 3 * n) for n in range(count)]
 
 
+@DEVICES
 @DEPTHS
 @pytest.mark.parametrize("budget", [512, 7])
 def test_T45_a_seeded_result_does_not_depend_on_neighbours(
-    budget: int, depth: int, make_llm: MakeLLM, solo: Solo
+    budget: int, depth: int, device: str, make_llm: MakeLLM, solo: Solo, check_as_promised: Check
 ) -> None:
     """Alone, beside 7 seeded or unseeded ones, first or last, its prompt in one piece or in chunks, at any depth."""
     truth = solo(R, DRAWN)
     assert len({*truth.outputs[0].token_ids}) > 10
     llm = make_llm(steps_in_flight=depth, max_num_batched_tokens=budget, enable_prefix_caching=False)
-    check_equal(llm.generate(R, DRAWN)[0], truth)
+    check_as_promised(llm.generate(R, DRAWN)[0], truth)
     prompts = [prompt(3 + n) for n in range(7)]
     for seeded in (False, True):
         for place in (0, 7):
@@ -43,14 +54,19 @@ def test_T45_a_seeded_result_does_not_depend_on_neighbours(
             batch.insert(place, R)
             params.insert(place, DRAWN)
             outputs = llm.generate(batch, params)
-            check_equal(outputs[place], truth)
+            check_as_promised(outputs[place], truth)
             if seeded and place:
                 for output, ids, one in zip(outputs, batch, params):
-                    check_equal(output, solo(ids, one))
+                    check_as_promised(output, solo(ids, one))
+    num_ids = len(truth.outputs[0].token_ids)
+    witness("T45", num_ids=num_ids, neighbours=7, budget=budget, device=device, **replays_on(device, llm))
 
 
+@DEVICES
 @DEPTHS
-def test_T45_neighbours_come_and_go(depth: int, make_async: MakeAsync, solo: Solo) -> None:
+def test_T45_neighbours_come_and_go(
+    depth: int, device: str, make_async: MakeAsync, solo: Solo, check_as_promised: Check
+) -> None:
     """Others arrive, end and are aborted while it runs, and there are too few pages for all: it is evicted, too."""
     truth = solo(R, DRAWN)
 
@@ -67,9 +83,10 @@ def test_T45_neighbours_come_and_go(depth: int, make_async: MakeAsync, solo: Sol
             if rng.random() < 0.3:
                 rng.choice(handles[2:] or handles).abort()
         output = await request
-        check_equal(output, truth)
+        check_as_promised(output, truth)
         num_evictions, num_pauses = pressure(output)
-        witness("T45", times_put_aside=num_evictions + num_pauses)
+        aside = num_evictions + num_pauses
+        witness("T45", times_put_aside=aside, device=device, **replays_on(device, llm))
         for handle in handles:
             assert (await handle).error is None
 

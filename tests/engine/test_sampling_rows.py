@@ -19,11 +19,11 @@ from perdure.ops.philox import uniforms
 from tests.engine.conftest import MakeAsync, MakeLLM, Solo
 from tests.engine.helpers import (
     V,
-    changed_tensors,
     check_equal,
     check_scores_equal,
     check_stopped_late,
     constant_model,
+    flatter_model,
     prompt,
     run_async,
     settings,
@@ -47,12 +47,7 @@ SAMPLE = [
 
 @pytest.fixture(scope="module")
 def flatter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """M with an eighth of its logits, so that several ids may be drawn."""
-    directory = tmp_path_factory.mktemp("flatter") / "model"
-    shutil.copytree(tiny, directory)
-    with changed_tensors(directory) as tensors:
-        tensors["lm_head.weight"] /= 8
-    return directory
+    return flatter_model(tiny, tmp_path_factory.mktemp("flatter") / "model")
 
 
 @pytest.mark.parametrize("row", SAMPLE)

@@ -14,7 +14,7 @@ from perdure.api.plan import StepPlan
 from perdure.engine.engine import Engine
 from perdure.ops.native import library
 from tests.engine.conftest import DEVICES, Check, MakeLLM, Solo
-from tests.engine.helpers import check_equal, pressure, prompt, settings
+from tests.engine.helpers import check_equal, pressure, prompt, replays_on, settings
 from tests.witness import witness
 
 BACKENDS = [
@@ -53,7 +53,7 @@ class PageWatch:
         self._clear(taken)
         assert not self._pool[:, :, :, taken].any(), "a page was not cleared"
         others = [page for page in range(self._pool.shape[3]) if page not in taken]
-        same = self._pool[:, :, :, others].view(torch.int32) == before[:, :, :, others].view(torch.int32)  # of fp32
+        same = self._pool[:, :, :, others].view(torch.int16) == before[:, :, :, others].view(torch.int16)
         assert same.all(), "clearing changed a page that was not taken"
         self.num_kept += sum(not before[:, :, :, page].isnan().any() for page in others)
         self.num_poisoned += num_poisoned
@@ -129,7 +129,7 @@ UNEVEN = (5, 17, 33, 48, 16, 31, 64, 9)
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_vpage_saturation_and_T11(
-    depth: int, caching: bool, temperature: float, make_llm: MakeLLM, check_as_promised: Check
+    depth: int, caching: bool, temperature: float, device: str, make_llm: MakeLLM, check_as_promised: Check
 ) -> None:
     """Eight uneven prompts, 64 tokens each, in a pool of 10 pages with a paused budget of 3, poisoned: everything is
     what the roomy pool gives; greedy and seeded."""
@@ -150,5 +150,7 @@ def test_vpage_saturation_and_T11(
     stats = tight.stats()
     assert not any(sum(pressure(output)) for output in roomy)
     found = {"num_pauses": stats.num_pauses, "num_evictions": stats.num_evictions}
+    found |= replays_on(device, tight)
     witness("vpage-saturation", num_poisoned_pages=watch.num_poisoned, **found)
+    witness("T58", num_poisoned_pages=watch.num_poisoned, **found)
     witness("T11", **found)
