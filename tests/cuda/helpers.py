@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from perdure.ops.attention import LayerAttention
+
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Relative error of a function of a few sums, by the type it computes in."""
 
@@ -20,6 +22,11 @@ class Random:
 
     def order(self, count: int) -> torch.Tensor:
         return torch.randperm(count, generator=self._generator)
+
+
+def sinks_of(layer: LayerAttention, num_heads: int, random: Random) -> torch.Tensor | None:
+    """Of a size that matters, if there are any."""
+    return None if layer.sink is None else 2.0 * random(num_heads) * (layer.sink == "learnable")
 
 
 def check_close(found: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> None:
