@@ -39,7 +39,7 @@ BY_FLASHINFER = ("back-fa2", "sampling-flashinfer-kept", *(f"sample-flashinfer-{
 EXPECTED = (
     *("T11", "T38", "T41", "T45", "T58", "T59", "T61", "T66", "cpu16", "storm", "structured-cuda"),
     *("back-optimized", "burst", "burst-ends-on-device", "burst-runner"),
-    *("feat-cuda-graph", "feat-fp8", "feat-fused-rope"),
+    *("feat-alternating-swa-sink", "feat-cuda-graph", "feat-fp8", "feat-fused-rope", "feat-swa-sink"),
     *("invariant-padding-boundary", "invariant-products", "life-offload-fp8", "life-uvm-reset"),
     *(f"life-{how}-{form}" for how in ("sync", "async") for form in ("persist", "offload", "recompute")),
     *(f"graph-{rule}-all{n}" for rule in ("exponential", "linear", "hybrid") for n in (0, 1)),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,8 +25,11 @@ from perdure.api.ending import BAD_LOGITS, NOTHING_LEFT
 from perdure.api.plan import StepOutput
 from perdure.models.base import Weights, joined_shape
 from perdure.models.llama import LlamaModel, parameters
+from perdure.ops.attention import CacheShape, LayerAttention
+from perdure.ops.attention.paged import PagedRows, TritonPaged
 from perdure.ops.float8 import E4M3
 from perdure.ops.kernels import triton_kernels
+from perdure.ops.rope import Turning
 from perdure.ops.triton import attention, few_rows, pages
 from perdure.ops.triton import rows as row_kernels
 from perdure.ops.triton.float8 import quantised_rows, scaled
@@ -63,6 +67,7 @@ def main() -> None:
 
     JITFunction.run = compile_only
     launch_a_life()
+    launch_sinks()
     launch_products()
     print(json.dumps(Counter(name for name, _ in forms.values())))
 
@@ -99,6 +104,23 @@ def launch_a_life() -> None:
 def check(output: StepOutput) -> None:
     """Nothing was computed, so logits may be unusable; but there is no error of another kind."""
     assert all(why in (BAD_LOGITS, NOTHING_LEFT) for _, why in output.errors), output.errors
+
+
+def launch_sinks() -> None:
+    """Attention with sinks: a row of one query, which is split, rows that are not, prompts, rows turned beside."""
+    shape, sinks = CacheShape(4, 2, 64, 4, 16), torch.zeros(4)
+    cache = torch.zeros(2, 2, 4, 16, 64, dtype=torch.bfloat16)
+    table, blocks = torch.zeros(1, 200, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
+    for window, softcap, invariant in product((None, 5), (None, 5.0), (False, True)):
+        kind = LayerAttention(0.125, window, softcap, "learnable")
+        form = TritonPaged(shape, kind, torch.bfloat16, batch_invariant=invariant)
+        for num_rows in (1, 2 * attention.PROGRAMS):
+            q = torch.zeros(num_rows, 4, 64, dtype=torch.bfloat16)
+            ints = torch.zeros(num_rows, dtype=torch.int32)
+            form.run(q, cache, PagedRows(table, ints, ints, ints, blocks), sinks)
+            if not invariant:
+                rows = PagedRows(table, ints, ints, ints, blocks[:0])
+                form.run_turning(torch.cat((q, q[:, :2]), 1), q[:, :2], Turning(q[:, :1], q[:, :1]), cache, rows, sinks)
 
 
 def launch_products() -> None:

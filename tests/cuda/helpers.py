@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from perdure import LLM
+from perdure.ops.attention import LayerAttention
 from tests.engine.helpers import num_replays, prompt, settings
 from tests.engine.test_value_pages import LENGTHS, PageWatch
 from tests.witness import witness
@@ -29,6 +30,11 @@ class Random:
 
     def order(self, count: int) -> torch.Tensor:
         return torch.randperm(count, generator=self._generator)
+
+
+def sinks_of(layer: LayerAttention, num_heads: int, random: Random) -> torch.Tensor | None:
+    """Of a size that matters, if there are any."""
+    return None if layer.sink is None else 2.0 * random(num_heads) * (layer.sink == "learnable")
 
 
 def check_close(found: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,14 +13,16 @@ from perdure.ops.attention import AttentionRows, CacheShape, LayerAttention
 from perdure.ops.attention.paged import PagedRows, TritonPaged, make_paged
 from perdure.ops.attention.reference import ReferenceAttention
 from perdure.ops.rope import Turning, inverse_frequencies, rotary_table, rotations
+from perdure.ops.triton import attention
 from perdure.ops.triton.pages import turn_and_write
 from tests.cuda.conftest import ON_GPU
-from tests.cuda.helpers import Random, check_close
+from tests.cuda.helpers import Random, check_close, sinks_of
 
 LENGTHS, STARTS = [1, 1, 1, 70, 5, 1], [130, 0, 64, 60, 3, 17]
 HEADS = [(4, 2, 32), (6, 2, 24), (4, 4, 16)] + ([(16, 8, 128), (8, 1, 256), (32, 8, 80)] if ON_GPU else [])
 MOST_HEADS = HEADS[ON_GPU * 3]  # those that have all kinds, types and pages
-KINDS = {"plain": (None, None), "window": (40, None), "cap": (None, 3.0), "both": (33, 5.0)}
+KINDS: dict[str, tuple[Any, ...]] = {"plain": (None, None), "window": (40, None), "cap": (None, 3.0), "both": (33, 5.0)}
+KINDS |= {"sinks": (None, None, "learnable"), "all": (33, 5.0, "learnable"), "off-by-one": (5, None, "off-by-one")}
 
 
 def blocks_of(offsets, starts, rows, size):
@@ -41,9 +45,9 @@ def test_against_the_reference(device, dtype, heads, page_size, kind, invariant)
     on the CPU: what watches the kernels of a GPU (compute-sanitizer) then sees few others."""
     if heads != MOST_HEADS and (dtype != torch.float32 or page_size != 16 or kind != "both"):
         pytest.skip("other types, pages and kinds with one size of heads")
-    if dtype == torch.float32 and (kind == "window" or page_size == 4):
+    if dtype == torch.float32 and (kind in ("window", "sinks", "off-by-one") or page_size == 4):
         pytest.skip("it takes longest to compile, and has what the others have")
-    if not ON_GPU and (kind not in ("both", "plain") or page_size == 4 or heads == (4, 4, 16) or (
+    if not ON_GPU and (kind not in ("both", "plain", "sinks", "all") or page_size == 4 or heads == (4, 4, 16) or (
         dtype == torch.float16 and (kind, page_size) != ("both", 16)
     )):  # fmt: skip
         pytest.skip("the interpreter takes seconds for each")
@@ -60,8 +64,9 @@ def test_against_the_reference(device, dtype, heads, page_size, kind, invariant)
         cache[:, :, table[row, hidden // page_size], hidden % page_size] = torch.nan
     q = random(int(offsets[-1]), num_heads, dim, dtype=dtype)
     layer = LayerAttention(dim**-0.5, *KINDS[kind])
+    sinks = sinks_of(layer, num_heads, random)
     planned = ReferenceAttention(shape, layer).plan(AttentionRows(offsets, starts, table.numpy()))
-    right = planned.run(q.cpu(), cache.cpu()).to(device)
+    right = planned.run(q.cpu(), cache.cpu(), None if sinks is None else sinks.cpu()).to(device)
 
     form = make_paged("triton", shape, layer, dtype, device, batch_invariant=invariant)
     ones = [row for row in range(num_rows) if LENGTHS[row] == 1]
@@ -72,12 +77,14 @@ def test_against_the_reference(device, dtype, heads, page_size, kind, invariant)
             [*offsets[ones], 0], [*ones, 0], [*starts[ones], -1], blocks_of(offsets, starts, prompts, form.block_size),
         )),
     )  # fmt: skip
-    check_close(form.run(q, cache, rows), right, dtype)
+    check_close(form.run(q, cache, rows, sinks), right, dtype)
 
 
 @pytest.mark.parametrize("num_rows", [3, 300] if ON_GPU else [3])
-@pytest.mark.parametrize("head_norm", [None, "norm", "once"])
-def test_rows_that_turn_where_they_attend(device, dtype, head_norm, num_rows):
+@pytest.mark.parametrize(
+    ("head_norm", "sink"), [(None, None), ("norm", None), ("once", None), (None, "learnable")], ids=str
+)
+def test_rows_that_turn_where_they_attend(device, dtype, head_norm, sink, num_rows):
     """As after the kernel that turns and writes, in one range or in many; padding writes nothing."""
     if not ON_GPU and head_norm == "once" and dtype != torch.float32:
         pytest.skip("the interpreter takes seconds for each")
@@ -98,11 +105,13 @@ def test_rows_that_turn_where_they_attend(device, dtype, head_norm, num_rows):
     rows = PagedRows(table, index, index, at, index[:0].view(0, 4))
     pages = table.gather(1, (at.clamp(min=0) // page_size).long()[:, None])[:, 0]
     slots = torch.where(at < 0, -1, pages * page_size + at % page_size).int()
-    form = make_paged("triton", shape, LayerAttention(dim**-0.5), dtype, device)
+    layer = LayerAttention(dim**-0.5, sink=sink)
+    sinks = sinks_of(layer, num_heads, random)
+    form = make_paged("triton", shape, layer, dtype, device)
     written = cache.clone()
-    right = form.run(turn_and_write(qk, v, turning, written, slots), written, rows)
+    right = form.run(turn_and_write(qk, v, turning, written, slots), written, rows, sinks)
     assert isinstance(form, TritonPaged)
-    found = form.run_turning(qk, v, turning, cache, rows)
+    found = form.run_turning(qk, v, turning, cache, rows, sinks)
     check_close(found[at >= 0], right[at >= 0], dtype)
     check_close(cache, written, dtype)
 
@@ -129,9 +138,11 @@ def test_splits_of_long_rows(gpu, num_rows):
     assert found.isfinite().all()
 
 
+@pytest.mark.parametrize("sink", [None, "learnable"])
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
-def test_ranges_are_joined_and_pages_fetched(device, invariant):
-    """A row of one query and a prompt over more than one range at absolute positions, in pages of whole blocks."""
+def test_ranges_are_joined_and_pages_fetched(device, monkeypatch, invariant, sink):
+    """A row of one query and a prompt over more than one range at absolute positions, in pages of whole blocks.
+    In one program or in many, ranges give the same, to the bit where they are absolute; a sink enters once."""
     random, dtype, dim, page_size, starts, lengths = Random(device), torch.float16, 64, 64, [2100, 1000], [1, 70]
     table = random.order(70)[:68].view(2, 34)
     cache = random(2, 2, 70, page_size, dim, dtype=dtype)
@@ -139,29 +150,37 @@ def test_ranges_are_joined_and_pages_fetched(device, invariant):
         hidden = torch.arange(end, 34 * page_size)
         cache[:, :, table[row, hidden // page_size], hidden % page_size] = torch.nan
     q = random(71, 4, dim, dtype=dtype)
-    shape, layer = CacheShape(4, 2, dim, 70, page_size), LayerAttention(dim**-0.5)
+    shape, layer = CacheShape(4, 2, dim, 70, page_size), LayerAttention(dim**-0.5, sink=sink)
+    sinks = sinks_of(layer, 4, random)
     of_all = AttentionRows(np.array([0, 1, 71]), np.array(starts), table.numpy())
-    right = ReferenceAttention(shape, layer).plan(of_all).run(q.cpu(), cache.cpu()).to(device)
+    planned = ReferenceAttention(shape, layer).plan(of_all)
+    right = planned.run(q.cpu(), cache.cpu(), None if sinks is None else sinks.cpu()).to(device)
 
     form = make_paged("triton", shape, layer, dtype, device, batch_invariant=invariant)
     size = form.block_size
     blocks = [(1, 1 + low, 1000 + low, min(size, 70 - low)) for low in range(0, 70, size)]
     columns = table.tolist(), [0], [0], [2100], blocks
     rows = PagedRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
-    check_close(form.run(q, cache, rows), right, dtype)
+    found = form.run(q, cache, rows, sinks)
+    check_close(found, right, dtype)
+    monkeypatch.setattr(attention, "PROGRAMS", 1)
+    alone = form.run(q, cache, rows, sinks)
+    check_close(alone, right, dtype)
+    assert not invariant or torch.equal(alone, found)
 
 
 def test_the_reference_over_pages_is_that_over_rows(device):
     random, dim = Random(device), 16
     table, cache, q = random.order(8).view(2, 4), random(2, 2, 8, 16, dim), random(6, 4, dim)
     starts, offsets = np.array([40, 9]), np.array([0, 5, 6])
-    shape, layer = CacheShape(4, 2, dim, 8, 16), LayerAttention(0.3, 20, 5.0)
-    right = ReferenceAttention(shape, layer).plan(AttentionRows(offsets, starts, table.numpy())).run(q, cache)
+    shape, layer = CacheShape(4, 2, dim, 8, 16), LayerAttention(0.3, 20, 5.0, "learnable")
+    sinks = sinks_of(layer, 4, random)
+    right = ReferenceAttention(shape, layer).plan(AttentionRows(offsets, starts, table.numpy())).run(q, cache, sinks)
     columns = [5], [1], [9], [(0, 0, 40, 5)]
     rows = (torch.tensor(column, dtype=torch.int32, device=device) for column in columns)
     paged = PagedRows(table.to(device, torch.int32), *rows)
     form = make_paged("reference", shape, layer, torch.float32, device)
-    assert torch.equal(form.run(q, cache, paged), right)
+    assert torch.equal(form.run(q, cache, paged, sinks), right)
 
 
 def check_prompts(gpu, heads, dtype, page_size, lengths, starts, *, times=1):
@@ -213,28 +232,29 @@ def test_short_prompts(gpu, dtype, dim, page_size):
 
 
 @pytest.mark.parametrize(
-    ("dim", "page_size", "window", "config", "reason"),
+    ("dim", "page_size", "kind", "config", "reason"),
     [
-        (128, 16, None, {}, None),
-        (64, 48, None, {"kv_dtype": torch.bfloat16}, None),
-        (80, 16, None, {}, "does not serve here: it has heads of 64 and 128, not of 80"),
-        (128, 24, None, {}, "does not serve here: it has pages of a multiple of 16, not of 24"),
-        (128, 16, 40, {}, "does not serve here: it has no windows"),
+        (128, 16, {}, {}, None),
+        (64, 48, {}, {"kv_dtype": torch.bfloat16}, None),
+        (80, 16, {}, {}, "does not serve here: it has heads of 64 and 128, not of 80"),
+        (128, 24, {}, {}, "does not serve here: it has pages of a multiple of 16, not of 24"),
+        (128, 16, {"window": 40}, {}, "does not serve here: it has no windows"),
+        (128, 16, {"sink": "off-by-one"}, {}, "does not serve here: it has no sinks"),
         (
             128,
             16,
-            None,
+            {},
             {"kv_dtype": torch.float8_e4m3fn},
             "does not serve here: it computes in .* in the same type",
         ),
-        (128, 16, None, {"batch_invariant": True}, "is not batch invariant on CUDA"),
+        (128, 16, {}, {"batch_invariant": True}, "is not batch invariant on CUDA"),
     ],
 )
-def test_auto_takes_the_form_for_hopper_where_it_serves(monkeypatch, dim, page_size, window, config, reason):
+def test_auto_takes_the_form_for_hopper_where_it_serves(monkeypatch, dim, page_size, kind, config, reason):
     """And by name it is refused elsewhere. No GPU is asked: it is made, not run."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    given = CacheShape(32, 8, dim, 8, page_size), LayerAttention(0.1, window), torch.bfloat16, torch.device("cuda")
+    given = CacheShape(32, 8, dim, 8, page_size), LayerAttention(0.1, **kind), torch.bfloat16, torch.device("cuda")
     assert make_paged("auto", *given, **config).name == ("triton" if reason else "hopper")
     if reason:
         with pytest.raises(ValueError, match=f"attention_backend='hopper' {reason}"):

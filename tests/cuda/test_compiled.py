@@ -14,10 +14,10 @@ from tests.cuda.conftest import ON_GPU
 
 ROOT = Path(__file__).parents[2]
 LAUNCHED = {
-    "_adjust_kernel", "_decode_kernel", "_draw_kernel", "_few_best_kernel", "_few_rows_kernel", "_fill_kernel",
-    "_filter_kernel", "_finish_kernel", "_gated_kernel", "join_kernel", "_learn_kernel", "_mass_kernel",
-    "_norm_kernel", "_prompt_kernel", "_quantise_kernel", "_rotations_kernel", "_scale_kernel", "_score_kernel",
-    "_turn_and_write_kernel", "_turn_kernel", "_write_kernel",
+    "_adjust_kernel", "combine_kernel", "_decode_kernel", "_draw_kernel", "_few_best_kernel",
+    "_few_rows_kernel", "_fill_kernel", "_filter_kernel", "_finish_kernel", "_gated_kernel", "join_kernel",
+    "_learn_kernel", "_mass_kernel", "_norm_kernel", "_prompt_kernel", "_quantise_kernel", "_rotations_kernel",
+    "_scale_kernel", "_score_kernel", "_turn_and_write_kernel", "_turn_kernel", "_write_kernel",
 }  # fmt: skip
 
 

@@ -141,19 +141,27 @@ for kind in (LayerAttention(0.1), LayerAttention(0.1, window=100, softcap=5.0)):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "kv_dtype", "capability", "reason"),
+    ("shape", "sink", "dtype", "kv_dtype", "capability", "reason"),
     [
-        (SHAPE, torch.float32, None, 9, "it computes in float16 and bfloat16, not in float32"),
-        (CacheShape(8, 2, 80, 16, 256), torch.float16, None, 9, "it has heads of 64, 128, 256, not of 80"),
-        (SHAPE, torch.bfloat16, torch.float8_e4m3fn, 9, "it reads pages in the model's type, not in float8_e4m3fn"),
-        (SHAPE, torch.bfloat16, None, 8, "it needs a GPU of compute capability 9, not of 8"),
+        (SHAPE, None, torch.float32, None, 9, "it computes in float16 and bfloat16, not in float32"),
+        (CacheShape(8, 2, 80, 16, 256), None, torch.float16, None, 9, "it has heads of 64, 128, 256, not of 80"),
+        (
+            SHAPE,
+            None,
+            torch.bfloat16,
+            torch.float8_e4m3fn,
+            9,
+            "it reads pages in the model's type, not in float8_e4m3fn",
+        ),
+        (SHAPE, "off-by-one", torch.bfloat16, None, 9, "it is run without sinks"),
+        (SHAPE, None, torch.bfloat16, None, 8, "it needs a GPU of compute capability 9, not of 8"),
     ],
 )
-def test_refused_where_it_does_not_serve(monkeypatch, shape, dtype, kv_dtype, capability, reason):
+def test_refused_where_it_does_not_serve(monkeypatch, shape, sink, dtype, kv_dtype, capability, reason):
     monkeypatch.setattr("perdure.ops.attention.flash_attention.is_installed", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (capability, 0))
     with pytest.raises(ValueError, match=f"attention_backend='fa4' does not serve here: {reason}"):
-        make_paged("fa4", shape, LayerAttention(0.1), dtype, torch.device("cuda"), kv_dtype=kv_dtype)
+        make_paged("fa4", shape, LayerAttention(0.1, sink=sink), dtype, torch.device("cuda"), kv_dtype=kv_dtype)
     monkeypatch.setattr("perdure.ops.attention.flash_attention.is_installed", lambda: False)
     with pytest.raises(ValueError, match="the package flash-attn-4 is not installed"):
         make_paged("fa4", shape, LayerAttention(0.1), dtype, torch.device("cuda"))

@@ -74,17 +74,18 @@ def test_against_the_reference(gpu, dtype, kind):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "kv_dtype", "reason"),
+    ("shape", "sink", "dtype", "kv_dtype", "reason"),
     [
-        (SHAPE, torch.float32, None, "it computes in float16 and bfloat16, not in float32"),
-        (CacheShape(8, 2, 80, 16, 256), torch.float16, None, "it has heads of 64, 128, 256, not of 80"),
-        (SHAPE, torch.bfloat16, torch.float8_e4m3fn, "it reads pages in the model's type, not in float8_e4m3fn"),
+        (SHAPE, None, torch.float32, None, "it computes in float16 and bfloat16, not in float32"),
+        (CacheShape(8, 2, 80, 16, 256), None, torch.float16, None, "it has heads of 64, 128, 256, not of 80"),
+        (SHAPE, None, torch.bfloat16, torch.float8_e4m3fn, "it reads pages in the model's type, not in float8_e4m3fn"),
+        (SHAPE, "off-by-one", torch.bfloat16, None, "it is run without sinks"),
     ],
 )
-def test_refused_where_it_does_not_serve(monkeypatch, shape, dtype, kv_dtype, reason):
+def test_refused_where_it_does_not_serve(monkeypatch, shape, sink, dtype, kv_dtype, reason):
     monkeypatch.setattr("perdure.ops.attention.flashinfer.find_spec", lambda name: object())
     with pytest.raises(ValueError, match=f"attention_backend='flashinfer' does not serve here: {reason}"):
-        make_paged("flashinfer", shape, LayerAttention(0.1), dtype, torch.device("cuda"), kv_dtype=kv_dtype)
+        make_paged("flashinfer", shape, LayerAttention(0.1, sink=sink), dtype, torch.device("cuda"), kv_dtype=kv_dtype)
     monkeypatch.setattr("perdure.ops.attention.flashinfer.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="the package flashinfer-python is not installed"):
         make_paged("flashinfer", shape, LayerAttention(0.1), dtype, torch.device("cuda"))

@@ -15,7 +15,7 @@ from perdure.models.tiny import make_tiny
 from perdure.ops.attention import CacheShape, LayerAttention
 from perdure.ops.attention.paged import PagedRows, make_paged
 from tests.cuda.conftest import ON_GPU
-from tests.cuda.helpers import Random
+from tests.cuda.helpers import Random, sinks_of
 from tests.engine.helpers import check_equal, num_replays, pressure, prompt
 from tests.witness import witness
 
@@ -25,6 +25,8 @@ KINDS = [
     ((9, 3, 64), 5, LayerAttention(0.1, window=333)),
     ((8, 1, 256), 16, LayerAttention(0.1, window=700, softcap=20.0)),
     ((6, 2, 24), 256, LayerAttention(0.2, softcap=3.0)),
+    ((6, 2, 64), 16, LayerAttention(0.1, softcap=20.0, sink="learnable")),
+    ((6, 2, 64), 16, LayerAttention(0.1, window=5, sink="off-by-one")),
 ]
 
 
@@ -39,6 +41,7 @@ def test_a_query_has_the_same_bits_alone_and_in_a_prompt(gpu, dtype, heads, page
     q = random(length, num_heads, dim, dtype=dtype)
     shape = CacheShape(num_heads, num_kv_heads, dim, 2 * width, page_size)
     form = make_paged("auto", shape, kind, dtype, gpu, batch_invariant=True)
+    sinks = sinks_of(kind, num_heads, random)
 
     def ints(values: list[Any], *shape: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=gpu).view(*shape)
@@ -49,12 +52,12 @@ def test_a_query_has_the_same_bits_alone_and_in_a_prompt(gpu, dtype, heads, page
             (1, low, low, min(size, end - low)) for begin, end in pairwise(bounds) for low in range(begin, end, size)
         ]
         none = ints([], 0)
-        return form.run(q, cache, PagedRows(table, none, none, none, ints(blocks, -1, 4)))
+        return form.run(q, cache, PagedRows(table, none, none, none, ints(blocks, -1, 4)), sinks)
 
     def of_rows(positions: list[int]) -> torch.Tensor:
         slots = ints([1] * len(positions), -1)
         at = ints(positions, -1)
-        return form.run(q, cache, PagedRows(table, at, slots, at, ints([], 0, 4)))[positions]
+        return form.run(q, cache, PagedRows(table, at, slots, at, ints([], 0, 4)), sinks)[positions]
 
     whole = of_prompt([0, length])
     assert torch.equal(of_prompt([0, 1, 64, 100, 1024, 1025, 1700, length]), whole)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from perdure.api.plan import Adjustments, StepOutput
-from perdure.models.base import Weights, joined_shape
+from perdure.models.base import ModelConfig, Weights, joined_shape
 from perdure.models.llama import LlamaModel, parameters
+from perdure.ops.attention import LayerAttention
 from perdure.ops.kernels import triton_kernels
 from perdure.runner.bursts import joined
 from perdure.runner.cuda.pages import DevicePages
@@ -34,18 +35,19 @@ class CudaDriver(Driver):
         rules: ShapeRules | None = None,
         backend: str = "auto",
         batch_invariant: bool = False,
+        config: ModelConfig = CONFIG,
     ) -> None:
-        super().__init__(tiny_model())
+        super().__init__(tiny_model(config))
         self.runner.release()
         generator = torch.Generator().manual_seed(0)
         weights = {}
-        for name, parts in parameters(CONFIG).items():
+        for name, parts in parameters(config).items():
             shape = joined_shape(parts)
             scale = shape[-1] ** -0.5 * (4 if name == "head.weight" else 1)
             w = torch.ones(shape) if "norm" in name else torch.randn(shape, generator=generator) * scale
             weights[name] = w.to(device)
         self.device = CudaRunner(
-            LlamaModel(CONFIG, Weights(weights), triton_kernels(batch_invariant=batch_invariant)),
+            LlamaModel(config, Weights(weights), triton_kernels(batch_invariant=batch_invariant)),
             num_pages=8 * self.pages_per_slot,
             page_size=4,
             max_num_seqs=8,
@@ -116,6 +118,21 @@ def test_the_same_life_as_on_a_cpu(device, right, form):
         replays = {str(shape.num_tokens): n for shape, n in driver.device.shapes.num_steps.items() if n}
         assert replays["4"] == NUM_DECODES
         witness("feat-cuda-graph", replays=replays, shapes=[shape.num_tokens for shape in driver.device.shapes.shapes])
+
+
+SINKS = replace(
+    CONFIG, attention=(LayerAttention(8**-0.5, 5, sink="learnable"), LayerAttention(8**-0.5, sink="off-by-one"))
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_life_with_sinks(device, form):
+    """Of two kinds, beside a window and alone."""
+    if not ON_GPU and form in ("eager", "invariant"):
+        pytest.skip("the interpreter runs the padded shapes eagerly, and test_linear's products")
+    right = life(Driver(tiny_model(SINKS)))
+    for found, expected in zip(life(CudaDriver(device, config=SINKS, **FORMS[form])), right, strict=True):
+        check_equal(found, expected)
 
 
 def test_a_capture_that_fails_gives_the_pool_back(device, monkeypatch):

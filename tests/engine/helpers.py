@@ -38,6 +38,20 @@ SCORE_TOLERANCE = 1e-4  # of a right program in fp32, from the true score
 ROUNDED = {torch.float32: 0.0, torch.float16: 0.1, torch.bfloat16: 1.0}
 """What logits of M (they spread by 16) lose to each other, by the type they are computed in."""
 FRESH = [11, 22, 33, 44]
+SINKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "feat-swa-sink": ("mistral", {"sliding_window": 5, "softmax_type": "off-by-one"}),
+    "feat-alternating-swa-sink": (
+        "qwen2",
+        {
+            "num_hidden_layers": 4,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "softmax_type": "learnable",
+        },
+    ),
+}
+"""Families and configurations of the rows with attention sinks. A window of 5 is Megatron-core's (4, 0)."""
 
 
 def settings(**changes: Any) -> SamplingParams:

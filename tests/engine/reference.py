@@ -1,4 +1,5 @@
-"""`ref` of the cases: a plain Llama in float64, a full forward for every token, no cache, no pages, no batch.
+"""`ref` of the cases: a plain Llama in float64, a full forward for every token, no cache, no pages, no batch. It knows
+windows and attention sinks.
 
 It shares no code with the engine but the reader of tensors, so equality with it is not equality with ourselves.
 
@@ -12,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -32,10 +34,11 @@ class Continuation:
 
 
 class Reference:
-    """The model of a directory made by `make_tiny_llama`, without biases or rope scaling."""
+    """The model of a directory made by `make_tiny_llama`, or of a family with windows and biases of queries, keys and
+    values beside that; without rope scaling. config: values of config.json that are to be others."""
 
-    def __init__(self, directory: Path) -> None:
-        self._config = json.loads((directory / "config.json").read_text())
+    def __init__(self, directory: Path, **config: Any) -> None:
+        self._config = json.loads((directory / "config.json").read_text()) | config
         self._weights = {name: w.double() for name, w in load_file(directory / "model.safetensors").items()}
 
     def __call__(self, prompt: Sequence[int], num_tokens: int) -> Continuation:
@@ -71,7 +74,7 @@ class Reference:
             name = f"model.layers.{layer}"
             h = self._norm(x, f"{name}.input_layernorm")
             q, k, v = (self._heads(h, f"{name}.self_attn.{part}_proj") for part in "qkv")
-            x = x + self._attend(rotate(q), rotate(k), v) @ w[f"{name}.self_attn.o_proj.weight"].T
+            x = x + self._attend(layer, rotate(q), rotate(k), v) @ w[f"{name}.self_attn.o_proj.weight"].T
             h = self._norm(x, f"{name}.post_attention_layernorm")
             gate, up = (h @ w[f"{name}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
             x = x + (silu(gate) * up) @ w[f"{name}.mlp.down_proj.weight"].T
@@ -85,15 +88,33 @@ class Reference:
     def _heads(self, x: Tensor, name: str) -> Tensor:
         """[heads, N, D]"""
         y: Tensor = x @ self._weights[f"{name}.weight"].T
+        y = y + self._weights.get(f"{name}.bias", 0.0)
         return y.view(len(x), -1, self._config["head_dim"]).transpose(0, 1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of [Hq, N, D] over [Hkv, N, D]; gives [N, Hq * D]."""
-        group = q.shape[0] // k.shape[0]
+        group, length = q.shape[0] // k.shape[0], q.shape[1]
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
-        future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-        return (scores.masked_fill(future, -math.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        scores = scores.masked_fill((distance < 0) | (distance >= self._window(layer)), -math.inf)
+        sinks = self._sinks(layer)[:, None].expand(-1, length, -1)  # one more column, or none
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :length]
+        return (weights @ v).transpose(0, 1).flatten(1)
+
+    def _window(self, layer: int) -> float:
+        is_local = self._config.get("layer_types", {layer: "sliding_attention"})[layer] == "sliding_attention"
+        return (is_local and self._config.get("sliding_window")) or math.inf
+
+    def _sinks(self, layer: int) -> Tensor:
+        """[Hq, 1], or [Hq, 0] where there are none."""
+        num_heads = self._config["num_attention_heads"]
+        match self._config.get("softmax_type"):
+            case "off-by-one":
+                return torch.zeros(num_heads, 1, dtype=torch.float64)
+            case "learnable":
+                return self._weights[f"model.layers.{layer}.self_attn.sinks"][:, None]
+        return torch.zeros(num_heads, 0, dtype=torch.float64)
 
     def _rotation(self, length: int) -> Callable[[Tensor], Tensor]:
         half = self._config["head_dim"] // 2

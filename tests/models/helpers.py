@@ -58,7 +58,10 @@ class DenseAttend:
             scores = torch.tanh(scores / kind.softcap) * kind.softcap
         distance = torch.arange(len(keys) - num_rows, len(keys))[:, None] - torch.arange(len(keys))
         hidden = (distance < 0) | (distance >= (math.inf if kind.window is None else kind.window))
-        shares = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+        scores = scores.masked_fill(hidden, -math.inf)
+        if turn.sinks is not None:  # one more column, whose share goes to no value
+            scores = torch.cat((scores, turn.sinks.double()[:, None, None].expand(-1, num_rows, 1)), -1)
+        shares = scores.softmax(dim=-1)[..., : len(keys)]
         return torch.einsum("hns,shd->nhd", shares, wide_values).to(q.dtype)
 
 

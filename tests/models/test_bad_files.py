@@ -17,6 +17,7 @@ from perdure.models.weights import load_model
 from tests.models.helpers import write_gguf
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+SINKS = "model.layers.0.self_attn.sinks"
 
 
 @pytest.fixture
@@ -91,6 +92,27 @@ def test_index_without_a_map(tmp_path):
 def test_missing_tensor(directory):
     rewrite(directory, lambda tensors: tensors.pop(Q_PROJ))
     refused(directory, directory, Q_PROJ, "is missing")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop(SINKS), ["is missing"]),
+        (lambda tensors: tensors.update({SINKS: torch.zeros(2)}), ["model.safetensors", "[2]", "[4]"]),
+    ],
+    ids=["missing", "shape"],
+)
+def test_sinks_that_are_not_there_or_not_one_a_head(tmp_path, change, words):
+    directory = make_tiny_llama(tmp_path, softmax_type="learnable")
+    rewrite(directory, change)
+    refused(directory, SINKS, *words)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "off-by-one"])
+def test_sinks_that_the_configuration_does_not_name(tmp_path, kind):
+    directory = make_tiny_llama(tmp_path, softmax_type=kind)
+    rewrite(directory, lambda tensors: tensors.update({SINKS: torch.zeros(4)}))
+    refused(directory, SINKS, "is not part of this architecture")
 
 
 def test_wrong_shape(directory):

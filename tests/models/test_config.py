@@ -77,6 +77,8 @@ def test_both_layouts_of_rope(read):
         ({"head_dim": 15}, "of a head of size 15, 15 elements would turn"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"softmax_type": "off_by_one"}, "softmax_type='off_by_one' .*; supported: vanilla, off-by-one, learnable"),
+        ({"softmax_type": ["vanilla"]}, r"softmax_type=\['vanilla'\] is not supported"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' is not true or false"),
         ({"eos_token_id": [1, "x"]}, r"eos_token_id=\[1, 'x'\] is not a token id"),
         ({"dtype": "float8"}, "dtype='float8' is not supported"),

@@ -6,10 +6,12 @@
 
 import dataclasses
 import functools
+import sys
 
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from perdure.models.tiny import FAMILIES, make_tiny
 from perdure.models.weights import load_model
@@ -35,6 +37,20 @@ CASES = {family: (family, {}) for family in FAMILIES} | {
             "query_pre_attn_scalar": 20,
         },
     ),
+    "mistral, off-by-one": ("mistral", {"sliding_window": 5, "softmax_type": "off-by-one"}),
+    "qwen2, sinks": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": [LOCAL, GLOBAL],
+            "softmax_type": "learnable",
+        },
+    ),
+    "qwen3, sinks": ("qwen3", {"softmax_type": "learnable"}),
+    "phi3, sinks": ("phi3", {"softmax_type": "learnable"}),
+    "olmo2, sinks": ("olmo2", {"softmax_type": "learnable"}),
+    "gemma3, sinks": ("gemma3", {"softmax_type": "learnable"}),
     "gemma3, soft caps": ("gemma3", {"final_logit_softcapping": 12.0, "attn_logit_softcapping": 3.0}),
 }
 LOGIT_SCALE = dict.fromkeys(FAMILIES, 0.25) | {"gemma3": 0.5}
@@ -67,7 +83,23 @@ def case(request, tmp_path_factory):
             # transformers' Gemma 3 reads this cap and forgets it; its function of attention knows what to do with it.
             capped = functools.partial(modeling_gemma3.eager_attention_forward, softcap=softcap)
             patch.setattr(modeling_gemma3, "eager_attention_forward", capped)
+        if kind := config.get("softmax_type"):
+            _give_sinks(theirs, kind, load_file(directory / "model.safetensors"), patch)
         yield directory, theirs, load_model(directory).model
+
+
+def _give_sinks(model, kind, stored, patch):
+    """transformers has sinks in gpt-oss, whose function of attention asks a layer for them."""
+    for index, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        if kind == "learnable":
+            attention.sinks = torch.nn.Parameter(stored[f"model.layers.{index}.self_attn.sinks"])
+        else:
+            attention.sinks = torch.zeros(model.config.num_attention_heads)
+    from transformers.models.gpt_oss import modeling_gpt_oss
+
+    module = sys.modules[type(model).__module__]
+    patch.setattr(module, "eager_attention_forward", modeling_gpt_oss.eager_attention_forward)
 
 
 @torch.inference_mode()

@@ -27,8 +27,14 @@ def _wander(loaded) -> tuple[torch.Tensor, torch.Tensor]:
             keys[layer, position], values[layer, position] = k, v
             kind = shape.attention[layer]
             seen = slice(max(0, position + 1 - (kind.window or LENGTH)), position + 1)
-            past = (cache[layer, seen].permute(1, 2, 0, 3) for cache in (keys, values))
-            mixed = functional.scaled_dot_product_attention(q.unsqueeze(2), *past, scale=kind.scale, enable_gqa=True)
+            past = [cache[layer, seen].permute(1, 2, 0, 3) for cache in (keys, values)]
+            sinks = None
+            if turn.sinks is not None:  # a key of zeros
+                past = [functional.pad(x, (0, 0, 0, 1)) for x in past]
+                sinks = functional.pad(turn.sinks[None, :, None, None], (past[0].shape[2] - 1, 0))
+            mixed = functional.scaled_dot_product_attention(
+                q.unsqueeze(2), *past, attn_mask=sinks, scale=kind.scale, enable_gqa=True
+            )
             return mixed.squeeze(2)
 
         positions = torch.full((NUM_SEQUENCES,), position)
@@ -43,6 +49,8 @@ SHAPES = [(family, {}) for family in FAMILIES] + [
     ("llama", {"tie_word_embeddings": True}),
     ("llama", {"seed": 1, "num_hidden_layers": 4}),
     ("gemma3", {"seed": 1}),
+    ("mistral", {"sliding_window": 5, "softmax_type": "off-by-one"}),
+    ("qwen2", {"softmax_type": "learnable"}),
 ]
 
 

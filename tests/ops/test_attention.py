@@ -21,6 +21,9 @@ KINDS = {
     "window 100": {"window": 100},
     "soft cap": {"softcap": 3.0},
     "all": {"window": 70, "softcap": 2.0, "scale": 0.5},
+    "off by one": {"window": 5, "sink": "off-by-one"},
+    "sinks": {"sink": "learnable"},
+    "all and sinks": {"window": 70, "softcap": 2.0, "scale": 0.5, "sink": "learnable"},
 }
 
 
@@ -73,6 +76,9 @@ class Pool:
             padded[:, :, :length] = keys
             self.cache[:, :, pages] = padded.unflatten(2, (count, page_size))
             self.queries.append(torch.randn(length, num_heads, head_dim, generator=self.generator))
+        self.sinks: torch.Tensor | None = None
+        if self.layer.sink is not None:
+            self.sinks = 2.0 * torch.randn(num_heads, generator=self.generator) * (self.layer.sink == "learnable")
 
     def run(self, form: str, spans: list[tuple[int, int, int]], padding: int = 0) -> list[torch.Tensor]:
         """Outputs [length, Hq, D] of spans (request, start, length), computed in one step."""
@@ -83,7 +89,8 @@ class Pool:
             starts=np.array([start for _, start, _ in spans]),
             block_table=self.table[[request for request, _, _ in spans]],
         )
-        out = make_attention(form, self.shape, self.layer, batch_invariant=False).plan(rows).run(q, self.cache)
+        planned = make_attention(form, self.shape, self.layer, batch_invariant=False).plan(rows)
+        out = planned.run(q, self.cache, self.sinks)
         assert out.shape == q.shape
         assert not out[len(out) - padding :].any()
         return list(out.clone()[: len(out) - padding].split([length for _, _, length in spans]))
@@ -105,7 +112,11 @@ def test_equals_the_reference(form, heads, page_size):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [{}, {"window": 9, "softcap": 2.0}], ids=["all before", "window and soft cap"])
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"window": 9, "softcap": 2.0}, {"window": 9, "sink": "learnable"}],
+    ids=["all before", "window and soft cap", "window and sinks"],
+)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 16])
 @pytest.mark.parametrize("head_dim", [8, 40, 256])
 def test_groups_and_heads_of_any_size(form, group, head_dim, kind):
@@ -257,6 +268,35 @@ def test_what_a_window_left_behind_is_not_read(form):
     pool.cache[:, :, pool.table[0, :16]] = float("nan")  # the window of 330 begins at 281, in the tile from 256 on
     after = [pool.run(form, [span])[0] for span in ((0, 399, 1), (0, 330, 70))]
     assert all(torch.equal(ours, expected) for ours, expected in zip(after, before))
+
+
+@pytest.mark.parametrize("form", ["native", "tiled", "plain", "reference"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_sink_is_a_column_without_a_value(form, window):
+    """The formula written out: all scores of a dense row, and the sink's beside them, which no value belongs to."""
+    pool = Pool((6, 2, 16), 8, [40], window=window, sink="learnable")
+    keys, values = pool.cache[:, :, pool.table[0, :5]].flatten(2, 3).repeat_interleave(3, dim=1)  # [Hq, 40, D]
+    scores = pool.queries[0].transpose(0, 1) @ keys.transpose(1, 2) * 16**-0.5
+    distance = torch.arange(40)[:, None] - torch.arange(40)
+    hidden = (distance < 0) | (distance >= (window or 40))
+    assert pool.sinks is not None
+    beside = torch.cat((scores.masked_fill(hidden, -torch.inf), pool.sinks[:, None, None].expand(-1, 40, 1)), -1)
+    exponentials = (beside - beside.amax(-1, keepdim=True)).exp()
+    weights = exponentials / exponentials.sum(-1, keepdim=True)
+    right = (weights[..., :40] @ values).transpose(0, 1)
+    torch.testing.assert_close(pool.run(form, [(0, 0, 40)])[0], right, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(pool.run(form, [(0, 39, 1)])[0], right[39:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["native", "tiled", "plain", "reference"])
+def test_vast_sinks_take_all_weight_or_none(form):
+    """Of one head each: as if there was nothing to see, and as if there was no sink; neither overflows."""
+    pool = Pool((2, 2, 16), 16, [60], sink="learnable")
+    bare = Pool((2, 2, 16), 16, [60])
+    pool.sinks = torch.tensor([1e5, -1e5])
+    ours, without = pool.run(form, [(0, 0, 60)])[0], bare.run(form, [(0, 0, 60)])[0]
+    assert not ours[:, 0].any()
+    torch.testing.assert_close(ours[:, 1], without[:, 1], atol=1e-6, rtol=1e-6)
 
 
 def test_heads_the_kernel_cannot_take_are_attended_otherwise():

@@ -44,17 +44,17 @@ CONFIG = ModelConfig(
 )
 
 
-def tiny_model() -> LlamaModel:
+def tiny_model(config: ModelConfig = CONFIG) -> LlamaModel:
     generator = torch.Generator().manual_seed(0)
     weights = {
         name: torch.ones(joined_shape(parts))
         if "norm" in name
         else torch.randn(joined_shape(parts), generator=generator)
-        for name, parts in parameters(CONFIG).items()
+        for name, parts in parameters(config).items()
     }
     scaled = {name: w if "norm" in name else w / w.shape[-1] ** 0.5 for name, w in weights.items()}
     scaled["head.weight"] *= 4  # logits spread enough for distinct probabilities
-    return LlamaModel(CONFIG, Weights(scaled), choose_kernels("auto", torch.device("cpu"), torch.float32))
+    return LlamaModel(config, Weights(scaled), choose_kernels("auto", torch.device("cpu"), torch.float32))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

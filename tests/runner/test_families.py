@@ -22,6 +22,16 @@ CASES = {
     ),
     "olmo2": ("olmo2", {}),
     "phi3": ("phi3", {}),
+    "mistral, off-by-one": ("mistral", {"sliding_window": 5, "softmax_type": "off-by-one"}),
+    "qwen2, sinks": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "softmax_type": "learnable",
+        },
+    ),
 }
 IDS = prompt(110)
 

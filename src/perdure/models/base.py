@@ -98,12 +98,13 @@ class HeadNorm:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """How a step's rows turn with their positions: cos and signed sin (`ops.rope.rotations`), what turns by them.
-    head_norm: done to queries and keys before."""
+    head_norm: done to queries and keys before. sinks [Hq] (fp32): of the layer that attends with what has turned."""
 
     cos: Tensor
     sin: Tensor
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     head_norm: HeadNorm | None = None
+    sinks: Tensor | None = None
 
     @property
     def turning(self) -> Turning:
@@ -123,7 +124,7 @@ class Attend(Protocol):
 
     Turns queries and keys qk [N, Hq + Hkv, D] (`Turn`), stores the keys and v [N, Hkv, D] of these rows, then returns
     for each row its causal attention [N, Hq, D] over what is stored for its request up to its own position, as
-    `config.attention[layer]` says (window, scale, soft cap). The inputs may be strided views.
+    `config.attention[layer]` says (window, scale, soft cap, sinks). The inputs may be strided views.
     """
 
     def __call__(self, layer: int, qk: Tensor, v: Tensor, turn: Turn) -> Tensor: ...

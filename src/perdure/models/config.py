@@ -21,7 +21,7 @@ from perdure.models.fields import Fields, rope_fields, rope_scaling
 from perdure.models.float8 import stored_float8
 from perdure.models.gguf_file import GGUFFile
 from perdure.models.registry import find_family
-from perdure.ops.attention import LayerAttention
+from perdure.ops.attention import LayerAttention, Sink
 
 GENERATION_FILE = "generation_config.json"
 SAMPLING_NAMES = {
@@ -34,6 +34,9 @@ SAMPLING_NAMES = {
 """What a generation config may suggest, and what `SamplingParams` calls it."""
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+SOFTMAX_TYPES: Mapping[str, Sink | None] = {"vanilla": None, "off-by-one": "off-by-one", "learnable": "learnable"}
+"""What config.json may say of attention sinks, in Megatron-core's words. transformers has no such key."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -75,7 +78,7 @@ def config_from_directory(directory: Path) -> ModelConfig:
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         rotary_dim=int(head_dim * rotary_factor),
-        attention=(LayerAttention(head_dim**-0.5),) * num_layers,
+        attention=(LayerAttention(head_dim**-0.5, sink=_sink(fields)),) * num_layers,
         vocab_size=fields.integer("vocab_size"),
         max_position_embeddings=fields.integer("max_position_embeddings", 2048),
         rms_norm_eps=fields.real("rms_norm_eps", 1e-6),
@@ -159,6 +162,17 @@ def _refuse_foreign_values(fields: Fields, rope: Fields, family: Family) -> None
         value = rope.values.get(name, fields.values.get(name, supported))
         if value is not None and value != supported:
             raise ModelLoadError(f"{fields.file}: {name}={value!r} is not supported; supported: {supported!r}")
+
+
+def _sink(fields: Fields) -> Sink | None:
+    """Every layer's sinks."""
+    name = fields.values.get("softmax_type")
+    if name is None:
+        return None
+    if not isinstance(name, str) or name not in SOFTMAX_TYPES:
+        supported = ", ".join(SOFTMAX_TYPES)
+        raise ModelLoadError(f"{fields.file}: softmax_type={name!r} is not supported; supported: {supported}")
+    return SOFTMAX_TYPES[name]
 
 
 def _gguf_rope_scaling(file: GGUFFile, fields: Fields) -> Mapping[str, Any] | None:

@@ -26,11 +26,11 @@ from perdure.models.layers import (
     embedding_and_head,
     norm_of_heads,
     norm_once,
+    sinks_of,
     through,
 )
 from perdure.models.tables import attention_parts, biased_linears, decoder_table, mlp_parts, norm_part
 from perdure.ops.activation import soft_cap_
-from perdure.ops.attention import LayerAttention
 from perdure.ops.kernels import Kernels
 from perdure.ops.residual import Stream
 from perdure.ops.rope import inverse_frequencies, rotary_table
@@ -58,7 +58,8 @@ class Gemma3Layer:
         name, eps = f"layers.{layer}", config.rms_norm_eps
         head_norm = norm_of_heads(weights, name, config, kernels, once=True, added=1.0)
         self._attention_norm = norm_once(weights, f"{name}.attention_norm", eps, kernels, added=1.0)
-        self._attention = RotaryAttention(weights, name, kernels, RotaryHeads(layer, config, head_norm=head_norm))
+        heads = RotaryHeads(layer, config, head_norm=head_norm, sinks=sinks_of(weights, layer, config))
+        self._attention = RotaryAttention(weights, name, kernels, heads)
         self._attention_end_norm = norm_once(weights, f"{name}.attention_end_norm", eps, kernels, added=1.0)
         self._mlp_norm = norm_once(weights, f"{name}.mlp_norm", eps, kernels, added=1.0)
         self._mlp = GatedMLP(weights, name, kernels, kernels.gelu_tanh_mul)
@@ -165,7 +166,10 @@ def _extended(
     local_theta: float,
     final_softcap: float | None,
 ) -> Gemma3Config:
-    kinds = (LayerAttention(scale, window if is_local else None, softcap) for is_local in local)
+    kinds = (
+        replace(kind, scale=scale, window=window if is_local else None, softcap=softcap)
+        for kind, is_local in zip(config.attention, local, strict=True)
+    )
     common = {field.name: getattr(config, field.name) for field in fields(config)}
     return Gemma3Config(**{**common, "attention": tuple(kinds)}, local_theta=local_theta, final_softcap=final_softcap)
 

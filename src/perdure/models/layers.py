@@ -87,6 +87,17 @@ def norm_of_heads(
     )
 
 
+def sinks_of(weights: Weights, layer: int, config: ModelConfig) -> Tensor | None:
+    """A layer's attention sinks [Hq], fp32; None if it has none."""
+    kind = config.attention[layer].sink
+    if kind is None:
+        return None
+    if kind == "learnable":
+        stored = as_tensor(weights[f"layers.{layer}.sinks"])
+        return weights.derive(lambda: stored.to(torch.float32, copy=True))
+    return torch.zeros(config.num_heads, device=as_tensor(weights["norm.weight"]).device)
+
+
 def embedding_and_head(config: ModelConfig, weights: Weights, kernels: Kernels) -> tuple[RowFunction, Product]:
     """The look-up of token ids [N] and the product that gives logits. A tied head shares the weight."""
     weight = weights["embedding.weight"]
@@ -103,6 +114,7 @@ class RotaryHeads:
     `attend`'s.
 
     normalise: what is done to queries and keys [N, Hq + Hkv, D] before all that. head_norm: the norm of each head.
+    sinks: of the layer (`sinks_of`).
     """
 
     def __init__(
@@ -111,6 +123,7 @@ class RotaryHeads:
         config: ModelConfig,
         normalise: RowFunction | None = None,
         head_norm: HeadNorm | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         self._layer = layer
         self._num_heads = config.num_heads
@@ -118,6 +131,7 @@ class RotaryHeads:
         self._head_dim = config.head_dim
         self._normalise = normalise
         self._head_norm = head_norm
+        self._sinks = sinks
 
     def __call__(self, qkv: Tensor, turn: Turn, attend: Attend) -> Tensor:
         """[N, (Hq + 2 * Hkv) * D] in, [N, Hq * D] out."""
@@ -126,8 +140,8 @@ class RotaryHeads:
         qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
         if self._normalise is not None:
             qk = self._normalise(qk)
-        if self._head_norm is not None:
-            turn = replace(turn, head_norm=self._head_norm)
+        if self._head_norm is not None or self._sinks is not None:
+            turn = replace(turn, head_norm=self._head_norm, sinks=self._sinks)
         mixed = attend(self._layer, qk, v, turn)  # [N, Hq, D]
         return mixed.reshape(num_rows, num_heads * self._head_dim)
 

@@ -18,7 +18,7 @@ from functools import partial
 from torch import Tensor
 
 from perdure.models.base import Attend, Family, HeadNorm, ModelConfig, Parts, Turn, Weights
-from perdure.models.layers import Layer, RotaryHeads, as_tensor, embedding_and_head, linear, reading, through
+from perdure.models.layers import Layer, RotaryHeads, as_tensor, embedding_and_head, linear, reading, sinks_of, through
 from perdure.models.tables import attention_parts, biased_linears, decoder_table, mlp_parts, norm_part
 from perdure.ops.kernels import Kernels
 from perdure.ops.residual import Stream
@@ -38,7 +38,7 @@ class LlamaLayer:
     ) -> None:
         name = f"layers.{layer}"
         self._qkv = reading(weights, f"{name}.attention_norm", f"{name}.qkv", config, kernels)
-        self._heads = RotaryHeads(layer, config, head_norm=head_norm)
+        self._heads = RotaryHeads(layer, config, head_norm=head_norm, sinks=sinks_of(weights, layer, config))
         self._output = kernels.writing(linear(weights, f"{name}.o", kernels))
         self._gate_up = reading(weights, f"{name}.mlp_norm", f"{name}.gate_up", config, kernels, gated=True)
         self._down = kernels.writing(linear(weights, f"{name}.down", kernels))

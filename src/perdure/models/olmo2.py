@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from perdure.models.base import Attend, Family, ModelConfig, Part, Parts, Turn, Weights
-from perdure.models.layers import GatedMLP, RotaryAttention, RotaryHeads, norm_once
+from perdure.models.layers import GatedMLP, RotaryAttention, RotaryHeads, norm_once, sinks_of
 from perdure.models.llama import LlamaModel
 from perdure.models.tables import attention_parts, biased_linears, decoder_table, mlp_parts, norm_part
 from perdure.ops.kernels import Kernels
@@ -24,7 +24,8 @@ class Olmo2Layer:
         self._num_heads = config.num_heads
         self._q_norm = norm_once(weights, f"{name}.q_norm", eps, kernels)
         self._k_norm = norm_once(weights, f"{name}.k_norm", eps, kernels)
-        self._attention = RotaryAttention(weights, name, kernels, RotaryHeads(layer, config, self._normalise))
+        heads = RotaryHeads(layer, config, self._normalise, sinks=sinks_of(weights, layer, config))
+        self._attention = RotaryAttention(weights, name, kernels, heads)
         self._attention_norm = norm_once(weights, f"{name}.attention_norm", eps, kernels)
         self._mlp = GatedMLP(weights, name, kernels, kernels.silu_mul)
         self._mlp_norm = norm_once(weights, f"{name}.mlp_norm", eps, kernels)

@@ -61,6 +61,10 @@ def decoder_table(config: ModelConfig, layer: Mapping[str, Parts], biased: Conta
                     )
                     for part in parts
                 )
+        if config.attention[index].sink == "learnable":
+            table[f"layers.{index}.sinks"] = (
+                Part(f"model.layers.{index}.self_attn.sinks", f"blk.{index}.attn_sinks.weight", (config.num_heads,)),
+            )
     table["norm.weight"] = norm_part("model.norm.weight", "output_norm.weight", config)
     if not config.tie_word_embeddings:
         table["head.weight"] = (Part("lm_head.weight", "output.weight", vocab_shape),)

@@ -46,11 +46,12 @@ SCALES = {
     "q_norm": 2.0,
     "k_norm": 1.5,
     "lm_head": 2.0,
+    "sinks": 3.0,
 }
-"""By module. A product: standard deviation of its outputs for inputs of size 1; a norm: mean of its weights; embedding
-and head: standard deviation of the weights; 1 where not named. Queries and keys: attention that picks few positions
-instead of averaging all. Outputs: layers that outweigh the embedding they are added to, without which a tied head
-repeats its input."""
+"""By module. A product: standard deviation of its outputs for inputs of size 1; a norm: mean of its weights; embedding,
+head and sinks: standard deviation of the weights; 1 where not named. Queries and keys: attention that picks few
+positions instead of averaging all; sinks are as large as its scores. Outputs: layers that outweigh the embedding they
+are added to, without which a tied head repeats its input."""
 
 COMMON = {
     "hidden_size": 64,
@@ -184,6 +185,8 @@ def _drawn(part: Part, config: ModelConfig, scales: Mapping[str, float], generat
     module, kind = part.hf.split(".")[-2:]
     if kind == "bias":
         return noise.mul_(0.1)
+    if kind == "sinks":
+        return noise.mul_(scales[kind])
     if module.endswith("norm"):
         return noise.mul_(0.1).add_(scales.get(module, 1.0) - part.gguf_added)
     if module in ("embed_tokens", "lm_head"):

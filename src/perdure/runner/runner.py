@@ -183,7 +183,7 @@ class Runner:
             cache, turned, num_heads = self._kv.layers[layer], turn(qk), self._shape.num_heads
             q, k = turned[:, :num_heads], turned[:, num_heads:]
             kv_write.run(k.float(), v.float(), cache)  # whatever the model computes in
-            return planned[self._kinds[layer]].run(q.float(), cache).to(q.dtype)
+            return planned[self._kinds[layer]].run(q.float(), cache, turn.sinks).to(q.dtype)
 
         self._masks.begin(self._rows.adjustments.wanted_masks(step.slots[step.sampled]))
         step, wanted = step.narrowed(self._row_tile)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from perdure.ops.attention.base import AttentionForm, AttentionRows, CacheShape, LayerAttention, PlannedAttention
+from perdure.ops.attention.base import AttentionForm, AttentionRows, CacheShape, LayerAttention, PlannedAttention, Sink
 from perdure.ops.attention.plain import PlainAttention
 from perdure.ops.attention.reference import ReferenceAttention
 from perdure.ops.attention.tiled import TiledAttention
@@ -18,6 +18,7 @@ __all__ = [
     "CacheShape",
     "LayerAttention",
     "PlannedAttention",
+    "Sink",
     "make_attention",
 ]
 

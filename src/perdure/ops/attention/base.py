@@ -5,6 +5,10 @@
 - A form serves layers of one kind (`LayerAttention`); a model with several kinds takes a form for each.
 - Forms differ in speed and in bits, never in meaning: each is causal softmax(cap(scale * q k^T)) v per query position,
   over the positions its window leaves.
+- A layer may have attention sinks: its softmax has one more column, which no key and no value belong to. Where its
+  head has the sink s, in natural units and not capped, weights are exp(x_i - m) / (sum_j exp(x_j - m) + exp(s - m)):
+  what a query does not want to spend on anybody goes there (Xiao et al. 2023, StreamingLLM). s = 0 is Miller's softmax
+  that is off by one; gpt-oss learns s (eager attention in transformers).
 
 Shapes: N packed queries, R rows, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, P pages of `page_size`.
 A layer's cache is one tensor [2, Hkv, P, page_size, D]: keys, then values; in the type of the queries, or of 8 bits.
@@ -13,7 +17,7 @@ A layer's cache is one tensor [2, Hkv, P, page_size, D]: keys, then values; in t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +43,10 @@ class CacheShape:
         return self.num_heads // self.num_kv_heads
 
 
+Sink = Literal["off-by-one", "learnable"]
+"""0 for all heads, or a weight of the layer. What computes is given numbers either way."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """What a layer's attention is, beyond its sizes.
@@ -46,11 +54,13 @@ class LayerAttention:
     scale: factor of the products q k^T.
     window: a query sees itself and the window - 1 positions before it; None = all before it.
     softcap: scaled products x become softcap * tanh(x / softcap); None = they stay.
+    sink: what its sinks are; None = there are none.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sink: Sink | None = None
 
     def first_visible(self, position: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first position that a query at each of these sees."""
@@ -74,8 +84,9 @@ class AttentionRows:
 class PlannedAttention(Protocol):
     """One step's attention, the same for each layer of a kind."""
 
-    def run(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    def run(self, q: torch.Tensor, cache: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attend q [N, Hq, D] over a layer's cache [2, Hkv, P, page_size, D], which already holds this step's keys.
+        sinks [Hq] (fp32): the layer's; None if its kind has none.
 
         Returns [N, Hq, D]. Queries that belong to no row (padding at the end) give zeros. The result may live in
         memory the form uses again at its next run.

@@ -33,11 +33,13 @@ def is_installed() -> bool:
     return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
 
 
-def why_not(shape: CacheShape, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> str | None:
+def why_not(
+    shape: CacheShape, layer: LayerAttention, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+) -> str | None:
     """Why these kernels do not serve here; None = they do."""
     if not is_installed():
         return "the package flash-attn-4 is not installed"
-    if reason := libraries.why_not(shape, dtype, kv_dtype):
+    if reason := libraries.why_not(shape, layer, dtype, kv_dtype):
         return reason
     capability = torch.cuda.get_device_capability(device)[0]
     if capability < LEAST_CAPABILITY:
@@ -84,8 +86,9 @@ class FlashAttentionPaged(TurnedFirst):
         parts = np.flatnonzero(lengths == 1), np.flatnonzero(lengths > 1)
         self._parts = [self._part(rows, some, lengths[some]) for some in parts if len(some)]
 
-    def run(self, q: Tensor, cache: Tensor, rows: object) -> Tensor:
+    def run(self, q: Tensor, cache: Tensor, rows: object, sinks: Tensor | None = None) -> Tensor:
         """As in `PagedAttention`; which rows there are was said to `plan`."""
+        assert sinks is None
         keys, values = (plane.permute(1, 2, 0, 3) for plane in cache)  # [P, page_size, Hkv, D]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part in self._parts:

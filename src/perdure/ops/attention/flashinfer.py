@@ -26,11 +26,11 @@ WORKSPACE = 128 << 20
 """Bytes, as FlashInfer advises."""
 
 
-def why_not(shape: CacheShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+def why_not(shape: CacheShape, layer: LayerAttention, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
     """Why these kernels do not serve here; None = they do."""
     if find_spec("flashinfer") is None:
         return "the package flashinfer-python is not installed"
-    return libraries.why_not(shape, dtype, kv_dtype)
+    return libraries.why_not(shape, layer, dtype, kv_dtype)
 
 
 class FlashInferPaged(TurnedFirst):
@@ -72,8 +72,9 @@ class FlashInferPaged(TurnedFirst):
             self._prompts.plan(offsets, *self._pages(rows, prompts), *sizes, causal=True, **self._kind)
             self._parts.append((self._prompts, sent(queries_of(rows, prompts), self._device)))
 
-    def run(self, q: Tensor, cache: Tensor, rows: object) -> Tensor:
+    def run(self, q: Tensor, cache: Tensor, rows: object, sinks: Tensor | None = None) -> Tensor:
         """As in `PagedAttention`; which rows there are was said to `plan`."""
+        assert sinks is None
         pages = tuple(plane.transpose(0, 1) for plane in cache)  # [P, Hkv, page_size, D]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for wrapper, index in self._parts:

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from perdure.ops.attention.base import AttentionRows, CacheShape
+from perdure.ops.attention.base import AttentionRows, CacheShape, LayerAttention
 
 HEAD_DIMS = (64, 128, 256)
 
 
-def why_not(shape: CacheShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+def why_not(shape: CacheShape, layer: LayerAttention, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
     """Why such kernels do not serve for this; None = they do."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
@@ -19,6 +19,8 @@ def why_not(shape: CacheShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> str
         return f"it reads pages in the model's type, not in {str(kv_dtype).removeprefix('torch.')}"
     if shape.head_dim not in HEAD_DIMS:
         return f"it has heads of {', '.join(map(str, HEAD_DIMS))}, not of {shape.head_dim}"
+    if layer.sink is not None:
+        return "it is run without sinks"
     return None
 
 

@@ -53,14 +53,15 @@ class PagedAttention(Protocol):
 
     def plan(self, rows: AttentionRows) -> None: ...
 
-    def run(self, q: Tensor, cache: Tensor, rows: PagedRows) -> Tensor:
+    def run(self, q: Tensor, cache: Tensor, rows: PagedRows, sinks: Tensor | None = None) -> Tensor:
         """Attend q [N, Hq, D] over a layer's cache, which holds this step's keys. [N, Hq, D]; what belongs to no row is
-        undefined."""
+        undefined. sinks [Hq] (fp32): the layer's; None if its kind has none."""
         ...
 
     def attend(
-        self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: PagedRows, write: Tensor
-    ) -> Tensor:
+        self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: PagedRows, write: Tensor,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """The same of queries and keys [N, Hq + Hkv, D] that have not turned, after keys and values [N, Hkv, D] were
         written where `write` (`ops.triton.pages`) says."""
         ...
@@ -79,6 +80,7 @@ class TritonPaged(TurnedFirst):
             partial(form, scale=layer.scale, window=layer.window, softcap=layer.softcap, invariant=batch_invariant)
             for form in (attention.attend_decode, attention.attend_prompts)
         )
+        self._has_sinks = layer.sink is not None
         self._most_turning = 0 if batch_invariant else attention.MOST_TURNING // shape.num_kv_heads
         group = shape.num_heads // shape.num_kv_heads
         self.block_size = attention.prompt_block(shape.head_dim, group, dtype, invariant=batch_invariant)
@@ -87,29 +89,33 @@ class TritonPaged(TurnedFirst):
     def plan(self, rows: AttentionRows) -> None:
         raise AssertionError("nothing is planned on the host")
 
-    def run(self, q: Tensor, cache: Tensor, rows: PagedRows) -> Tensor:
+    def run(self, q: Tensor, cache: Tensor, rows: PagedRows, sinks: Tensor | None = None) -> Tensor:
         assert q.stride(1) == q.shape[2] and q.stride(2) == 1, "heads of a query lie side by side"
+        assert (sinks is not None) == self._has_sinks
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._decode(q, cache, rows.table, rows.index, rows.slots, rows.positions, out)
-        self._prompts(q, cache, rows.table, rows.blocks, out)
+        self._decode(q, cache, rows.table, rows.index, rows.slots, rows.positions, out, sinks=sinks)
+        self._prompts(q, cache, rows.table, rows.blocks, out, sinks=sinks)
         return out
 
     def attend(
-        self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: PagedRows, write: Tensor
-    ) -> Tensor:
+        self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: PagedRows, write: Tensor,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         is_few = len(rows.slots) <= self._most_turning and not len(rows.blocks)
         if is_few:
-            return self.run_turning(qk, values, turning, cache, rows)
-        return super().attend(qk, values, turning, cache, rows, write)
+            return self.run_turning(qk, values, turning, cache, rows, sinks)
+        return super().attend(qk, values, turning, cache, rows, write, sinks)
 
-    def run_turning(self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: PagedRows) -> Tensor:
+    def run_turning(
+        self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: PagedRows, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attention of rows of one query, of queries and keys [N, Hq + Hkv, D] that have not turned. Keys and values
         [N, Hkv, D] are written, too."""
-        assert not len(rows.blocks)
+        assert not len(rows.blocks) and (sinks is not None) == self._has_sinks
         assert all(x.stride(1) == x.shape[2] and x.stride(2) == 1 for x in (qk, values)), "heads lie side by side"
         out = torch.empty(len(qk), qk.shape[1] - values.shape[1], qk.shape[2], dtype=qk.dtype, device=qk.device)
         at = rows.table, rows.index, rows.slots, rows.positions
-        self._decode(qk, cache, *at, out, values=values, turning=turning)
+        self._decode(qk, cache, *at, out, values=values, turning=turning, sinks=sinks)
         return out
 
 
@@ -140,6 +146,8 @@ def why_not_hopper(
         return f"it has pages of a multiple of 16, not of {shape.page_size}"
     if layer.window is not None or layer.softcap is not None:
         return "it has no windows and no soft caps"
+    if layer.sink is not None:
+        return "it has no sinks"
     return None
 
 
@@ -158,8 +166,9 @@ class ReferencePaged:
         raise AssertionError("rows are looked at when they are run")
 
     def attend(
-        self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: PagedRows, write: Tensor
-    ) -> Tensor:
+        self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: PagedRows, write: Tensor,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """By the plainest steps."""
         from perdure.ops.triton.pages import write_kv
 
@@ -167,9 +176,9 @@ class ReferencePaged:
             qk = (rms_norm_once if turning.once else rms_norm)(qk, turning.norm_weight, turning.eps)
         q, keys = rotate(qk, turning.cos, turning.sin).split((qk.shape[1] - values.shape[1], values.shape[1]), 1)
         write_kv(keys, values, cache, write)
-        return self.run(q, cache, rows)
+        return self.run(q, cache, rows, sinks)
 
-    def run(self, q: Tensor, cache: Tensor, rows: PagedRows) -> Tensor:
+    def run(self, q: Tensor, cache: Tensor, rows: PagedRows, sinks: Tensor | None = None) -> Tensor:
         ones = torch.stack((rows.slots, rows.index, rows.positions, torch.ones_like(rows.index)), 1)
         ones[:, 3] = (rows.positions >= 0).int()
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -178,7 +187,7 @@ class ReferencePaged:
             if count:
                 row = AttentionRows(np.array([0, count]), np.array([start]), table[slot : slot + 1])
                 part = slice(packed, packed + count)
-                out[part] = PlannedReference(self._shape, self._layer, row).run(q[part], cache)
+                out[part] = PlannedReference(self._shape, self._layer, row).run(q[part], cache, sinks)
         return out
 
 
@@ -205,11 +214,11 @@ def make_paged(
             f"attention_backend={name!r} is not batch invariant on CUDA; use 'auto' or batch_invariant=False"
         )
     if name == "flashinfer":
-        if reason := flashinfer.why_not(shape, dtype, kv_dtype or dtype):
+        if reason := flashinfer.why_not(shape, layer, dtype, kv_dtype or dtype):
             raise ValueError(f"attention_backend='flashinfer' does not serve here: {reason}")
         return flashinfer.FlashInferPaged(shape, layer, dtype, device)
     if name == "fa4":
-        if reason := flash_attention.why_not(shape, dtype, kv_dtype or dtype, device):
+        if reason := flash_attention.why_not(shape, layer, dtype, kv_dtype or dtype, device):
             raise ValueError(f"attention_backend='fa4' does not serve here: {reason}")
         return flash_attention.FlashAttentionPaged(shape, layer, device)
     if name == "hopper":

@@ -2,7 +2,7 @@
 
 - Decode rows share one call over keys padded to the longest; a row of several queries gets a call of its own.
 - Not batch invariant: the kernel's blocks follow the shapes of the call.
-- The kernel has no soft cap; layers with one are refused.
+- The kernel has no soft cap; layers with one are refused. A sink is a key of zeros with a mask of its own.
 
 Shapes: as in `base`; B rows handled together, C = keys gathered for each.
 """
@@ -35,7 +35,7 @@ class PlainAttention:
         lengths = np.diff(rows.offsets)
         groups = [np.flatnonzero(lengths == 1)] if np.any(lengths == 1) else []
         groups += [np.array([row]) for row in np.flatnonzero(lengths > 1)]
-        return PlannedPlain(self._shape, self._layer.scale, [self._plan_call(rows, group) for group in groups])
+        return PlannedPlain(self._shape, self._layer, [self._plan_call(rows, group) for group in groups])
 
     def _plan_call(self, rows: AttentionRows, group: NDArray[np.int64]) -> _Call:
         """Rows of equal length."""
@@ -68,19 +68,32 @@ class _Call:
 @dataclass(frozen=True, slots=True)
 class PlannedPlain:
     shape: CacheShape
-    scale: float
+    layer: LayerAttention
     calls: list[_Call]
 
-    def run(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    def run(self, q: torch.Tensor, cache: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        assert (sinks is None) == (self.layer.sink is None), self.layer
         shape = self.shape
         out = torch.zeros_like(q)
         for call in self.calls:
             pages = cache.view(-1, shape.page_size * shape.head_dim).index_select(0, call.gather).to(q.dtype)
             both = pages.view(2, shape.num_kv_heads, call.queries.shape[0], -1, shape.head_dim)
             keys, values = both.transpose(1, 2)  # each [B, Hkv, C, D]
-            queries = q[call.queries].transpose(1, 2)  # [B, Hq, queries, D]
+            queries, mask = q[call.queries].transpose(1, 2), call.mask  # [B, Hq, queries, D]
+            if sinks is not None:
+                keys, values, mask = _with_sinks(keys, values, mask, sinks)
             mixed = functional.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=call.mask, scale=self.scale, enable_gqa=shape.group_size > 1
+                queries, keys, values, attn_mask=mask, scale=self.layer.scale, enable_gqa=shape.group_size > 1
             )
             out[call.queries] = mixed.transpose(1, 2)
         return out
+
+
+def _with_sinks(
+    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same with one more key and value, of zeros, and a mask [B, Hq, queries, C + 1] that is added to scores."""
+    added = torch.where(mask, 0.0, -torch.inf).expand(-1, len(sinks), -1, -1)
+    of_sinks = sinks[:, None, None].expand(*added.shape[:3], 1)
+    keys, values = (functional.pad(x, (0, 0, 0, 1)) for x in (keys, values))
+    return keys, values, torch.cat((added, of_sinks), -1)

@@ -35,16 +35,19 @@ class PlannedReference:
     layer: LayerAttention
     rows: AttentionRows
 
-    def run(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    def run(self, q: torch.Tensor, cache: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        assert (sinks is None) == (self.layer.sink is None), self.layer
         out = torch.zeros_like(q)
         for row, start in enumerate(self.rows.starts.tolist()):
             first, last = self.rows.offsets[row : row + 2].tolist()
             table = torch.from_numpy(self.rows.block_table[row]).to(q.device)
             for query in range(first, last):
-                out[query] = self._attend(q[query], cache, table, start + query - first)
+                out[query] = self._attend(q[query], cache, table, start + query - first, sinks)
         return out
 
-    def _attend(self, q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, position: int) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, position: int, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """One query q [Hq, D] at an absolute position; returns [Hq, D]."""
         window = position + 1 if self.layer.window is None else self.layer.window
         at = torch.arange(max(0, position + 1 - window), position + 1, device=q.device)
@@ -54,5 +57,8 @@ class PlannedReference:
         scores = torch.einsum("hgd,hnd->hgn", grouped, keys) * self.layer.scale
         if self.layer.softcap is not None:
             scores = torch.tanh(scores / self.layer.softcap) * self.layer.softcap
-        mixed = torch.einsum("hgn,hnd->hgd", torch.softmax(scores, -1), values)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double().view(*grouped.shape[:2], 1)), -1)
+        weights = torch.softmax(scores, -1)[..., : len(at)]
+        mixed = torch.einsum("hgn,hnd->hgd", weights, values)
         return mixed.reshape(self.shape.num_heads, self.shape.head_dim).to(q.dtype)

@@ -9,6 +9,7 @@ a decode step or part of a prompt. Why (each point is tested; the first two were
   keys would not do: MKL splits a depth by its size, and appended zeros then move bits; seen between 192 and 256.)
 - What a query must not see (later positions, cleared ones, those its window has left, a filler page) has weight exactly
   0 and finite values. The filler is the first page gathered for the row, so one row's NaN cannot reach another.
+- Sinks are one lane of LANES keys before all others. The rest of those has weight 0, and no values are summed of them.
 - Tiles that a window has left behind for all queries at hand are not even gathered: their sums would be exactly 0.
 The number of threads is part of the bits, as is the library.
 
@@ -195,18 +196,22 @@ class PlannedTiled:
     decode: list[_Decode]
     prompts: list[_Prompt]
 
-    def run(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    def run(self, q: torch.Tensor, cache: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        assert (sinks is None) == (self.layer.sink is None), self.layer
         heads, group, dim = self.shape.num_kv_heads, self.shape.group_size, self.shape.head_dim
         out = self.scratch.take("out", q.shape[0], heads, group, dim)
         out[self.num_queries :] = 0.0
         grouped = q.reshape(-1, heads, group, dim)
+        sinks = None if sinks is None else sinks.view(heads, 1, group)
         for decode in self.decode:
-            self._run_decode(decode, grouped, cache, out)
+            self._run_decode(decode, grouped, cache, sinks, out)
         for prompt in self.prompts:
-            self._run_prompt(prompt, grouped, cache, out)
+            self._run_prompt(prompt, grouped, cache, sinks, out)
         return out.view(-1, heads * group, dim)
 
-    def _run_decode(self, batch: _Decode, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+    def _run_decode(
+        self, batch: _Decode, q: torch.Tensor, cache: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
         heads, group, dim = q.shape[1:]
         num_rows, padded = batch.num_rows, _ceil_to(group, QUERY_ALIGNMENT)
         keys, values = self._gathered(batch.gather, num_rows, batch.num_keys, cache)
@@ -214,11 +219,15 @@ class PlannedTiled:
         real = queries.view(heads, num_rows, padded, dim)[:, :, :group]
         torch.mul(q[batch.queries].transpose(0, 1), self.layer.scale, out=real)
         scores = self._scores(queries, keys)
-        scores.view(heads, num_rows, padded, -1).add_(batch.mask)
+        by_row = scores.view(heads, num_rows, padded, -1)
+        self._set_sinks(by_row[:, :, :group], sinks)
+        by_row[..., self._lead :].add_(batch.mask)
         mixed = self._mix(scores, values).view(heads, num_rows, padded, dim)
         out[batch.queries] = mixed[:, :, :group].transpose(0, 1)
 
-    def _run_prompt(self, row: _Prompt, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+    def _run_prompt(
+        self, row: _Prompt, q: torch.Tensor, cache: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
         heads, group = q.shape[1:3]
         keys, values = self._gathered(row.gather, 1, row.num_keys, cache)
         num_rows = (row.last - row.first) * group
@@ -229,11 +238,23 @@ class PlannedTiled:
             high = _ceil_to(block.high * group, QUERY_ALIGNMENT)  # only the last block can need it
             scores = self._scores(queries[:, block.low * group : high], keys[:, block.keys])
             real = scores[:, : (block.high - block.low) * group].unflatten(1, (-1, group))
+            self._set_sinks(real, sinks)
             for masked, mask in block.masks:
-                real[..., masked].add_(mask)
+                real[..., self._lead :][..., masked].add_(mask)
             mixed = self._mix(scores, values[:, block.keys])[:, : (block.high - block.low) * group]
             target = out[row.first + block.low : row.first + block.high]
             target.copy_(mixed.unflatten(1, (-1, group)).transpose(0, 1))
+
+    @property
+    def _lead(self) -> int:
+        """Lanes of scores before those of keys."""
+        return 0 if self.layer.sink is None else LANES
+
+    def _set_sinks(self, scores: torch.Tensor, sinks: torch.Tensor | None) -> None:
+        """Of scores [Hkv, rows, G, lead + C] the lanes before keys; sinks [Hkv, 1, G]."""
+        if sinks is not None:
+            scores[..., 1 : self._lead] = -torch.inf
+            scores[..., 0] = sinks
 
     def _queries(self, batch: int, rows: int) -> torch.Tensor:
         """[batch, rows, D] to be filled. Rows of padding stay what they are, even NaN: nobody reads their results."""
@@ -253,17 +274,17 @@ class PlannedTiled:
         return both[0], both[1]
 
     def _scores(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """queries [b, Q, D] (scaled), keys [b, C, D]; returns [b, Q, C], capped."""
-        out = self.scratch.take("scores", queries.shape[0], queries.shape[1], keys.shape[1])
-        torch.bmm(queries, keys.transpose(1, 2), out=out)
+        """queries [b, Q, D] (scaled), keys [b, C, D]; returns [b, Q, lead + C], capped."""
+        out = self.scratch.take("scores", queries.shape[0], queries.shape[1], self._lead + keys.shape[1])
+        torch.bmm(queries, keys.transpose(1, 2), out=out[:, :, self._lead :])
         return out if self.layer.softcap is None else soft_cap_(out, self.layer.softcap)
 
     def _mix(self, scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """softmax(scores) @ values, one product a tile, in order; scores [b, Q, C], returns [b, Q, D]."""
-        weights = torch.softmax(scores, -1, out=self.scratch.take("weights", *scores.shape))
+        """softmax(scores) @ values, one product a tile, in order; scores [b, Q, lead + C], returns [b, Q, D]."""
+        weights = torch.softmax(scores, -1, out=self.scratch.take("weights", *scores.shape))[:, :, self._lead :]
         mixed = self.scratch.take("mixed", *scores.shape[:2], self.shape.head_dim)
         torch.bmm(weights[:, :, : self.tile], values[:, : self.tile], out=mixed)
-        for low in range(self.tile, scores.shape[2], self.tile):
+        for low in range(self.tile, weights.shape[2], self.tile):
             mixed.baddbmm_(weights[:, :, low : low + self.tile], values[:, low : low + self.tile])
         return mixed
 

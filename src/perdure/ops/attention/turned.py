@@ -14,9 +14,12 @@ class TurnedFirst(ABC):
     """`attend` of a form by its `run` (`paged.PagedAttention`)."""
 
     @abstractmethod
-    def run(self, q: Tensor, cache: Tensor, rows: Any) -> Tensor: ...
+    def run(self, q: Tensor, cache: Tensor, rows: Any, sinks: Tensor | None = None) -> Tensor: ...
 
-    def attend(self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: Any, write: Tensor) -> Tensor:
+    def attend(
+        self, qk: Tensor, values: Tensor, turning: Turning, cache: Tensor, rows: Any, write: Tensor,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         from perdure.ops.triton.pages import turn_and_write
 
-        return self.run(turn_and_write(qk, values, turning, cache, write), cache, rows)
+        return self.run(turn_and_write(qk, values, turning, cache, write), cache, rows, sinks)

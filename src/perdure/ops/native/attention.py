@@ -62,6 +62,7 @@ class NativeAttention:
         self.kernel = f"native ({library.version})"
         self._c = library.c
         self._shape = shape
+        self._has_sinks = layer.sink is not None
         self._layer = _Layer(
             shape.num_kv_heads,
             shape.group_size,
@@ -84,7 +85,7 @@ class NativeAttention:
         if blocks[:, 2].max(initial=1) > 1:
             # The longest first: what is left at the end is then short, and no thread waits long for another.
             blocks = blocks[np.argsort(-(rows.starts[row] + first + blocks[:, 2]), kind="stable")]
-        return PlannedNative(self._c, self._shape, self._layer, _Arrays.of(rows, blocks))
+        return PlannedNative(self._c, self._shape, self._layer, self._has_sinks, _Arrays.of(rows, blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +112,13 @@ class PlannedNative:
     c: ctypes.CDLL
     shape: CacheShape
     layer: _Layer
+    has_sinks: bool
     arrays: _Arrays
 
-    def run(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    def run(self, q: torch.Tensor, cache: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         q = dense_rows(q)
+        assert (sinks is not None) == self.has_sinks
+        assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()), (sinks.dtype, sinks.stride())
         num_queries = int(self.arrays.offsets[-1])
         assert q.shape[0] >= num_queries and q.shape[1:] == (self.shape.num_heads, self.shape.head_dim), q.shape
         assert cache.is_contiguous() and cache.dtype in (torch.float32, E4M3), (cache.stride(), cache.dtype)
@@ -129,6 +133,7 @@ class PlannedNative:
             cache.dtype == E4M3,
             q.data_ptr(),
             q.stride(0),
+            None if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
         )
         return out

@@ -47,7 +47,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "rms_norm": ([_POINTER, c_long, c_long, c_long, c_long, _POINTER, c_int, c_float, _POINTER], None),
     "gate": ([_POINTER, c_long, c_long, c_long, c_int, _POINTER], None),
     "rotate": ([_POINTER, c_long, c_long, c_long, c_long, _POINTER, _POINTER, c_long, _POINTER], None),
-    "attention": ([_POINTER, _POINTER, c_long, _POINTER, c_int, _POINTER, c_long, _POINTER], None),
+    "attention": ([_POINTER, _POINTER, c_long, _POINTER, c_int, _POINTER, c_long, _POINTER, _POINTER], None),
     "write_pages": (
         [c_long, c_long, c_long, _POINTER, _POINTER, c_long, _POINTER, c_long, _POINTER, c_long],
         None,

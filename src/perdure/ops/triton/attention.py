@@ -30,7 +30,7 @@ from perdure.ops.rope import Turning
 from perdure.ops.triton.early import early_launch
 from perdure.ops.triton.launches import cdiv, power_of_2
 from perdure.ops.triton.pages import as_stored
-from perdure.ops.triton.ranges import combine_kernel, faded_by, first_key, join_kernel, joined, range_of
+from perdure.ops.triton.ranges import combine_kernel, faded_by, first_key, join_kernel, joined, range_of, with_sink
 from perdure.ops.triton.rows import turned_heads
 
 BLOCK = 64  # keys gone over at once
@@ -140,7 +140,7 @@ def _write_own(
 
 @triton.jit(do_not_specialize=["num_ranges"])
 def _decode_kernel(
-    q, values, cos, sin, norm, cache, table, index, slots, positions, partial, sums, out, stride_q, stride_v,
+    q, values, cos, sin, norm, sinks, cache, table, index, slots, positions, partial, sums, out, stride_q, stride_v,
     stride_plane, stride_head, table_width, scale, factor, eps, num_ranges, ROWS: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINGLE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -199,6 +199,8 @@ def _decode_kernel(
                     ROWS, D, DP, PAGE, BLOCK, WINDOW, CAP, False, STAGES, PRECISION,
                 )  # fmt: skip
                 most, total, mixed = joined(most, total, mixed, its_most, its_total, its_mixed, factor)
+        if sinks is not None:
+            total = with_sink(total, most, tl.load(sinks + head * G + group, mask=of_group, other=0.0), factor)
         at = out + (packed * heads + head * G + group[:, None]) * D + dims[None, :]
         tl.store(at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
@@ -217,7 +219,7 @@ def _decode_kernel(
 
 @triton.jit
 def _prompt_kernel(
-    q, cache, bulk, table, blocks, out, stride_q, stride_plane, stride_head, table_width, scale, factor,
+    q, sinks, cache, bulk, table, blocks, out, stride_q, stride_plane, stride_head, table_width, scale, factor,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, BULK: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -259,6 +261,8 @@ def _prompt_kernel(
                 QUERIES, D, DP, PAGE, BLOCK, WINDOW, CAP, BULK, STAGES, PRECISION,
             )  # fmt: skip
             most, total, mixed = joined(most, total, mixed, its_most, its_total, its_mixed, factor)
+    if sinks is not None:
+        total = with_sink(total, most, tl.load(sinks + head), factor)
     at = out + ((packed + lines[:, None]) * HEADS + head) * D + dims[None, :]
     tl.store(at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -298,13 +302,13 @@ def prompt_block(head_dim: int, group: int, dtype: torch.dtype, *, invariant: bo
 def attend_decode(
     q: Tensor, cache: Tensor, table: Tensor, index: Tensor, slots: Tensor, positions: Tensor, out: Tensor,
     *, scale: float, window: int | None, softcap: float | None, invariant: bool, values: Tensor | None = None,
-    turning: Turning | None = None,
+    turning: Turning | None = None, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Rows of one query: q and out are [N, Hq, D]; of them rows index [n] belong to slots [n] and stand at positions
     [n]. A position of -1 is padding: nothing is read or written for it.
 
     values [N, Hkv, D], turning: q is [N, Hq + Hkv, D], queries and keys that have not turned; keys and values of the
-    rows are written, too. Not invariant."""
+    rows are written, too. Not invariant. sinks [Hq] (fp32): None = none."""
     num_rows, num_heads, dim = len(slots), out.shape[1], out.shape[2]
     if num_rows == 0:
         return
@@ -324,7 +328,7 @@ def attend_decode(
     assert values is None or values.stride(1) == dim
     cos, sin, norm_weight, eps, once = turning or Turning(q, q)
     _decode_kernel[(num_rows, num_kv_heads, shared)](
-        q, values, cos, sin, norm_weight, cache, table, index, slots, positions, partial, sums, out, q.stride(0),
+        q, values, cos, sin, norm_weight, sinks, cache, table, index, slots, positions, partial, sums, out, q.stride(0),
         0 if values is None else values.stride(0), cache.stride(0), cache.stride(1), table.shape[1], scale, factor, eps,
         ranges, ROWS=rows, G=group, D=dim, DP=padded, PAGE=page, BLOCK=BLOCK,
         SPLIT=split, WINDOW=window or 0, CAP=softcap or 0.0, SINGLE=shared == 1,
@@ -334,19 +338,19 @@ def attend_decode(
     )  # fmt: skip
     if shared > 1 and not invariant:
         join_kernel[(num_rows, num_heads)](
-            partial, sums, index, positions, out, factor, ranges, RANGES=power_of_2(ranges), D=dim,
+            partial, sums, sinks, index, positions, out, factor, ranges, RANGES=power_of_2(ranges), D=dim,
             DP=padded, BLOCK=BLOCK, WINDOW=window or 0, EARLY=bool(early), num_warps=4, **early,
         )  # fmt: skip
     elif shared > 1:
         combine_kernel[(num_rows, num_kv_heads)](
-            partial, sums, index, positions, out, factor, ranges, GP=power_of_2(group), G=group, D=dim,
+            partial, sums, sinks, index, positions, out, factor, ranges, GP=power_of_2(group), G=group, D=dim,
             DP=padded, BLOCK=BLOCK, SPLIT=split, WINDOW=window or 0, num_warps=1, enable_fp_fusion=not invariant,
         )  # fmt: skip
 
 
 def attend_prompts(
     q: Tensor, cache: Tensor, table: Tensor, blocks: Tensor, out: Tensor,
-    *, scale: float, window: int | None, softcap: float | None, invariant: bool,
+    *, scale: float, window: int | None, softcap: float | None, invariant: bool, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Prompts, in blocks [n, 4] of `prompt_block` queries: slot, first packed query, its position, how many."""
     if len(blocks) == 0:
@@ -357,8 +361,8 @@ def attend_prompts(
     flat = cache.view(-1, dim)
     described = TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [BLOCK, dim]) if bulk else cache
     _prompt_kernel[(num_heads, len(blocks))](
-        q, cache, described, table, blocks, out, q.stride(0), cache.stride(0), cache.stride(1), table.shape[1], scale,
-        _factor(scale, softcap), HEADS=num_heads, G=group, D=dim, DP=padded, PAGE=page,
+        q, sinks, cache, described, table, blocks, out, q.stride(0), cache.stride(0), cache.stride(1), table.shape[1],
+        scale, _factor(scale, softcap), HEADS=num_heads, G=group, D=dim, DP=padded, PAGE=page,
         QUERIES=prompt_block(dim, group, q.dtype, invariant=invariant), BLOCK=BLOCK, SPLIT=SPLIT if invariant else 0,
         WINDOW=window or 0, CAP=softcap or 0.0, BULK=bulk, STAGES=_stages(q, 3),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, enable_fp_fusion=not invariant,

@@ -272,9 +272,11 @@ def _prompt_kernel(
     )
 
 
-def attend_prompts(q: Tensor, cache: Tensor, table: Tensor, blocks: Tensor, out: Tensor, *, scale: float) -> None:
-    """`attention.attend_prompts` without a window or a cap, in blocks of 128 queries. D is 64 or 128, pages are of a
-    multiple of 16."""
+def attend_prompts(
+    q: Tensor, cache: Tensor, table: Tensor, blocks: Tensor, out: Tensor, *, scale: float, sinks: None = None
+) -> None:
+    """`attention.attend_prompts` without a window, a cap or sinks, in blocks of 128 queries. D is 64 or 128, pages are
+    of a multiple of 16."""
     if len(blocks) == 0:
         return
     assert cache.dtype == q.dtype

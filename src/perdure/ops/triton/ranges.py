@@ -1,6 +1,7 @@
 """Ranges of the keys of a row of one query, and how what comes of them is joined by a kernel of its own.
 
 A state is of some queries: the largest product of each, the sum of weights relative to it, the sum of weighted values.
+A sink is none of the keys: it enters once, after the last range.
 
 Shapes: as in `attention`.
 """
@@ -28,6 +29,12 @@ def joined(most, total, mixed, its_most, its_total, its_mixed, factor):
 
 
 @triton.jit
+def with_sink(total, most, sink, factor):
+    """A state's sum of weights with that of a column that has no value; sink in natural units."""
+    return total + tl.exp2(sink * 1.4426950408889634 - most * factor)
+
+
+@triton.jit
 def first_key(position, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
     """Where the first block begins that a query there sees something of."""
     if WINDOW > 0:
@@ -49,7 +56,7 @@ def range_of(position, number, num_ranges, WINDOW: tl.constexpr, BLOCK: tl.const
 
 @triton.jit(do_not_specialize=["num_ranges"])
 def combine_kernel(
-    partial, sums, index, positions, out, factor, num_ranges, GP: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    partial, sums, sinks, index, positions, out, factor, num_ranges, GP: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One row and key head: its ranges at absolute positions, in their order."""
@@ -73,14 +80,16 @@ def combine_kernel(
             its_total = tl.load(sums + cell * 2 + 1, mask=of_group, other=1.0)
             its_mixed = tl.load(partial + cell[:, None] * D + dims[None, :], mask=inside, other=0.0)
             most, total, mixed = joined(most, total, mixed, its_most, its_total, its_mixed, factor)
+    if sinks is not None:
+        total = with_sink(total, most, tl.load(sinks + head * G + group, mask=of_group, other=0.0), factor)
     at = out + (tl.load(index + row).to(tl.int64) * heads + head * G + group[:, None]) * D + dims[None, :]
     tl.store(at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_ranges"])
 def join_kernel(
-    partial, sums, index, positions, out, factor, num_ranges, RANGES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
+    partial, sums, sinks, index, positions, out, factor, num_ranges, RANGES: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row and query head: its equal ranges, all at once."""
     if EARLY:
@@ -98,7 +107,12 @@ def join_kernel(
     total = tl.load(sums + cells * 2 + 1, mask=there, other=0.0)
     inside = there[:, None] & (dims < D)[None, :]
     mixed = tl.load(partial + cells[:, None] * D + dims[None, :], mask=inside, other=0.0)
-    share = faded_by(most, tl.max(most, 0), factor)
-    result = tl.sum(mixed * share[:, None], 0) / tl.sum(total * share, 0)
+    largest = tl.max(most, 0)
+    share = faded_by(most, largest, factor)
+    mixed = tl.sum(mixed * share[:, None], 0)
+    total = tl.sum(total * share, 0)
+    if sinks is not None:
+        total = with_sink(total, largest, tl.load(sinks + head), factor)
+    result = mixed / total
     at = out + (tl.load(index + row).to(tl.int64) * heads + head) * D + dims
     tl.store(at, result.to(out.dtype.element_ty), mask=dims < D)

@@ -349,7 +349,7 @@ class CudaRunner:
 
         def attend(layer: int, qk: Tensor, v: Tensor, turn: Turn) -> Tensor:
             form = self._forms[self._kinds[layer]]
-            return form.attend(qk, v, turn.turning, self._kv.layers[layer], rows, step.write)
+            return form.attend(qk, v, turn.turning, self._kv.layers[layer], rows, step.write, turn.sinks)
 
         tokens = step.tokens
         sampled_last = self._sampler.last_token[(~tokens).clamp_(min=0)]

@@ -2,7 +2,7 @@
 
    A query's bits depend on its own keys, values and positions: every score is one dot product in one order, the weights
    are summed in lanes by absolute position, and each output is one chain over the keys it sees, from the first to the
-   last. Not on the page size, the chunk it came in, its neighbours, or who computes it. What a query must not see is not
+   last; a sink's weight is added to the whole sum. Not on the page size, the chunk it came in, its neighbours, or who computes it. What a query must not see is not
    read for it, so another's NaN cannot reach it. */
 #include <math.h>
 #include <pthread.h>
@@ -40,6 +40,7 @@ typedef struct {
     int is_e4m3;       /* of 8 bits; else fp32 */
     const float *q; /* [queries, heads * group, dim], queries ldq apart */
     long ldq;
+    const float *sinks; /* [heads * group]; NULL: none */
     float *out; /* [queries, heads * group, dim] */
 } attention_job;
 
@@ -155,8 +156,8 @@ static void score(const block *b, const float *q, long rows, long end, float *sc
     }
 }
 
-/* Scores of positions visible .. position become weights; returns their sum. */
-static float soften(const block *b, float *s, long visible, long position) {
+/* Scores of positions visible .. position become weights; returns their sum, with that of a sink (NULL: none). */
+static float soften(const block *b, float *s, long visible, long position, const float *sink) {
     long low = (visible - b->first) / LANES * LANES, count = position + 1 - b->first;
     for (long j = low; j < visible - b->first; j++) s[j] = -INFINITY;
     for (long j = count; j % LANES; j++) s[j] = -INFINITY;
@@ -172,12 +173,13 @@ static float soften(const block *b, float *s, long visible, long position) {
         most = choose(x > most, x, most);
     }
     vec top = all(largest(most));
+    if (sink) top = choose(top < all(*sink), all(*sink), top);
     for (long j = low; j < count; j += LANES) {
         vec weight = exponential(load(s + j) - top);
         store(s + j, weight);
         total += weight;
     }
-    return sum(total);
+    return sink ? sum(total) + exponential(all(*sink) - top)[0] : sum(total);
 }
 
 /* acc[r][c] += weight[r][j] * value[j][c] for j in low .. high - 1, page by page. */
@@ -284,8 +286,10 @@ static void attention_item(const void *data, long item) {
             long query = (r + i) / l->group, position = start + query;
             low[i] = first_visible(l, position);
             high[i] = position + 1;
-            total[i] = soften(&b, scores + (r + i) * width, low[i], position);
-            out[i] = p->out + ((packed + query) * l->heads * l->group + head * l->group + (r + i) % l->group) * l->dim;
+            long query_head = head * l->group + (r + i) % l->group;
+            const float *sink = p->sinks ? p->sinks + query_head : NULL;
+            total[i] = soften(&b, scores + (r + i) * width, low[i], position, sink);
+            out[i] = p->out + ((packed + query) * l->heads * l->group + query_head) * l->dim;
         }
         long d = 0;
         for (; d + 4 * LANES <= l->dim; d += 4 * LANES)
@@ -295,8 +299,8 @@ static void attention_item(const void *data, long item) {
 }
 
 void attention(const layer *of, const step *s, long items, const void *cache, int is_e4m3, const float *q, long ldq,
-               float *out) {
-    attention_job p = {of, s, cache, is_e4m3, q, ldq, out};
+               const float *sinks, float *out) {
+    attention_job p = {of, s, cache, is_e4m3, q, ldq, sinks, out};
     share(attention_item, &p, items);
 }
 
