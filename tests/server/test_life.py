@@ -21,11 +21,37 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from perdure import LLM, SamplingParams
+from perdure import LLM, InvalidValue, SamplingParams
+from perdure.server.config import ServeConfig
+from perdure.server.serve import bound_socket
 from perdure.server.stream import EventStream, event
 from tests.server.conftest import Running, running
 from tests.server.started import ENDLESS, PATH, ends, in_flight, process
 from tests.witness import witness
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_pieces_of_an_answer_leave_at_once(host: str) -> None:
+    """The system holds none back until the client has confirmed the piece before, which may take it 40 ms."""
+    at_once: list[int] = []
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        at_once.append(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    try:
+        listening = bound_socket(ServeConfig(host=host, port=0))
+    except InvalidValue as error:
+        pytest.skip(str(error))  # no IPv6 here
+
+    async def main() -> None:
+        async with await asyncio.start_server(connected, sock=listening):
+            reader, writer = await asyncio.open_connection(*listening.getsockname()[:2])
+            await reader.read()
+            writer.close()
+
+    asyncio.run(main())
+    assert at_once and all(at_once)
 
 
 def test_t02_an_id_is_free_straight_after_its_abort(server: Running, direct: LLM) -> None:

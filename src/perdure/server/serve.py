@@ -60,7 +60,8 @@ def start(config: EngineConfig, serving: ServeConfig) -> AsyncLLM:
 def bound_socket(serving: ServeConfig) -> socket.socket:
     """The port is taken before the model is loaded: who cannot have it hears of it at once."""
     family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
-    listening = socket.socket(family)
+    # Only a socket that says it is TCP's is made to send at once by asyncio; another waits for the client's word first.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((serving.host, serving.port))
