@@ -317,6 +317,8 @@ def test_T23_a_list_of_another_length_is_refused(make_llm: MakeLLM) -> None:
     llm = make_llm()
     with pytest.raises(InvalidValue, match="sampling_params has 2 entries for 3 prompts"):
         llm.generate([[1], [2], [3]], [settings()] * 2)
+    with pytest.raises(InvalidValue, match="sampling_params='x' is neither a SamplingParams nor a list of them"):
+        llm.generate([[1], [2]], "x")  # type: ignore[arg-type]
     with pytest.raises(InvalidValue, match="request_ids has 1 entries for 2 prompts"):
         llm.generate([[1], [2]], settings(), request_ids=["one"])
 

@@ -39,6 +39,7 @@ CALLED = [
     },
     {"role": "tool", "content": "3"},
 ]
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 ONE_TOKEN = SamplingParams(max_tokens=1, return_prompt=True)
 
 
@@ -112,12 +113,31 @@ def test_arguments_that_are_objects_or_none_stay(printing: Path) -> None:
         ),
         ([USER], [1], "tools="),
         ([USER], TOOL, "tools="),
+        ([USER, 5], None, r"messages\[1\]=5 is no message"),
+        ([{"content": "a"}], None, r"messages\[0\].role=None is not a text"),
+        ([{"role": "user"}], None, r"messages\[0\].content is missing"),
+        ([{"role": "user", "contents": "a"}], None, r"messages\[0\].content is missing"),
+        ([{"role": "user", "content": 5}], None, r"messages\[0\].content=5 is neither a text nor a list of parts"),
+        ([{"role": "user", "content": [IMAGE]}], None, r"messages\[0\].content\[0\] is of type 'image_url'"),
+        ([{"role": "user", "content": ["a"]}], None, r"messages\[0\].content\[0\] is of type None"),
+        ([{"role": "user", "content": [{"type": "text"}]}], None, r"messages\[0\].content\[0\] is of type 'text'"),
     ],
 )
 def test_what_cannot_be_laid_out(make_llm: MakeLLM, messages: Any, tools: Any, words: str) -> None:
     with pytest.raises(InvalidValue, match=words) as caught:
         make_llm().chat(messages, ONE_TOKEN, tools=tools)
     assert "\n" not in str(caught.value)
+
+
+def test_parts_of_a_content_are_its_lines(printing: Path, make_llm: MakeLLM) -> None:
+    """As over HTTP; an assistant's message may have none."""
+    llm = make_llm(printing)
+    parts = [{"type": "text", "text": "one"}, {"type": "input_text", "text": "two"}]
+    others = [{"role": "assistant"}, {"role": "assistant", "content": None}]
+    (found,) = llm.chat([{"role": "user", "content": parts}, *others], ONE_TOKEN)
+    nothing = {"role": "assistant", "content": ""}
+    (right,) = llm.chat([{"role": "user", "content": "one\ntwo"}, nothing, nothing], ONE_TOKEN)
+    assert found.prompt_token_ids == right.prompt_token_ids
 
 
 def test_of_several_conversations_a_bad_one_is_refused_alone(make_llm: MakeLLM) -> None:

@@ -149,7 +149,7 @@ class Drawing:
 FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": "a", "request_id": "\u4e16"}, "request_id"),
     ("/v1/completions", {"prompt": "a", "request_id": "a\r\nb: c", "stream": True}, "request_id"),
-    ("/v1/chat/completions", {"messages": [{"role": "user"}], "request_id": " a"}, "request_id"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "request_id": " a"}, "request_id"),
     ("/v1/responses", {"input": "a", "request_id": "x" * 257}, "request_id"),
     ("/v1/responses", {"input": [{"type": "reasoning", "content": 5}]}, "input[0]"),
     ("/v1/responses", {"input": [{"type": "reasoning", "summary": {"a": 1}}]}, "input[0]"),

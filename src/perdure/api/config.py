@@ -208,7 +208,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidValue(f"{name}={value!r} is not for device={self.device!r}, which takes {there}")
         if self.attention_backend in ("flashinfer", "fa4") and self.kv_cache_dtype == "fp8":
             form = self.attention_backend
-            raise InvalidValue(f"kv_cache_dtype='fp8' does not go with attention_backend={form!r}: it needs triton")
+            raise InvalidValue(f"kv_cache_dtype='fp8' does not go with attention_backend={form!r}: it needs 'auto'")
         if self.batch_invariant or (self.batch_invariant is None and self.device == "cpu"):
             where = "" if self.device == "auto" else f" on device={self.device!r}"
             for name in ("attention_backend", "linear_backend"):

@@ -1,8 +1,9 @@
 """Conversations as callers give them, brought into the form that chat templates expect, and laid out as ids.
 
-- Messages and tools reach the template as they are, but for one thing: a tool call's arguments, JSON text in OpenAI's
-  interface, become the object that templates print.
-- What cannot be laid out is refused: `InvalidValue`, one line.
+- Messages and tools reach the template as they are, but for two things: a tool call's arguments, JSON text in OpenAI's
+  interface, become the object that templates print, and parts of a content one text.
+- What cannot be laid out is refused: `InvalidValue`, one line. Templates print whatever they are given, so nothing that
+  is no message goes there.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ OUR_NAMES = {
 }
 """What a template is given by us, and what transformers would take for itself."""
 
+TEXTS = ("text", "input_text", "output_text")
+"""Types of a content's parts that are texts, in OpenAI's interfaces."""
+
 
 def laid_out(
     tokenizer: Tokenizer | None,
@@ -47,7 +51,7 @@ def laid_out(
     check_template_kwargs(template_kwargs)
     if not is_list(messages):
         raise InvalidValue(f"messages={shown(messages)} is not a list of messages")
-    messages = [_with_objects(one) for one in messages]
+    messages = [_with_objects(_with_text(at, one)) for at, one in enumerate(messages)]
     return tokenizer.apply_chat_template(messages, add_generation_prompt, tools, template_kwargs)
 
 
@@ -90,9 +94,34 @@ def check_template_kwargs(given: TemplateKwargs | None) -> None:
             raise InvalidValue(f"chat_template_kwargs holds {name!r}, which is none of the template's own")
 
 
+def _with_text(at: int, message: object) -> Mapping[str, Any]:
+    """The message with one text as its content. Only an assistant's may lack it: it may be calls alone."""
+    if not isinstance(message, Mapping):
+        raise InvalidValue(f"messages[{at}]={shown(message)} is no message: it has a role and a content")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise InvalidValue(f"messages[{at}].role={shown(role)} is not a text")
+    if content is None and role != "assistant":
+        raise InvalidValue(f"messages[{at}].content is missing: only an assistant's message may do without")
+    if content is None or isinstance(content, str):
+        return {**message, "content": content or ""}
+    if not is_list(content):
+        raise InvalidValue(f"messages[{at}].content={shown(content)} is neither a text nor a list of parts")
+    return {**message, "content": "\n".join(_text(at, number, part) for number, part in enumerate(content))}
+
+
+def _text(at: int, number: int, part: object) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(part, Mapping) and kind in TEXTS and isinstance(text := part.get("text"), str):
+        return text
+    raise InvalidValue(
+        f"messages[{at}].content[{number}] is of type {shown(kind)}: only parts of type 'text' are taken"
+    )
+
+
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with the arguments of its tool calls as objects. What is no message is the template's to refuse."""
-    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    """The message with the arguments of its tool calls as objects."""
+    calls = message.get("tool_calls")
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         return message
     return {**message, "tool_calls": [_call(one) for one in calls]}

@@ -102,7 +102,8 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Continue one conversation (a list of {"role", "content"}) or several, laid out by the model's template.
-        Refusals are as in `generate`, also of what cannot be laid out.
+        Refusals are as in `generate`, also of what cannot be laid out. A content is a text, or a list of parts
+        {"type": "text", "text"}, of which each is a line.
 
         tools: JSON schemas that the template describes to the model. A message may have `tool_calls`, as in OpenAI's
         interface. chat_template_kwargs: what else the template knows, such as `enable_thinking`.

@@ -118,7 +118,7 @@ def params_for(
         if given is not None and continues and all(continues):
             raise InvalidValue("sampling_params is given, but a checkpoint goes on with the settings it began with")
         found: list[SamplingParams | None] = [None if one else given or SamplingParams() for one in continues]
-    elif isinstance(given, Sequence):
+    elif isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
         found = list(given)
     else:
         raise InvalidValue(f"sampling_params={shown(given)} is neither a SamplingParams nor a list of them")

@@ -64,32 +64,12 @@ async def of_chat(
     """Raises `InvalidValue`."""
     if not messages:
         raise InvalidValue("messages=[] is an empty conversation")
-    plain = [_message(at, one) for at, one in enumerate(messages)]
-    size = sum(len(one["content"]) for one in plain if isinstance(one.get("content"), str))
+    size = sum(len(str(one.get("content"))) for one in messages)
     return Prompt(
-        await beside(size, lambda: llm.lay_out(plain, add_generation_prompt, tools, chat_template_kwargs or {}))
+        await beside(size, lambda: llm.lay_out(messages, add_generation_prompt, tools, chat_template_kwargs or {}))
     )
 
 
 async def beside(size: int, work: Callable[[], T]) -> T:
     """The work's result; long work leaves the event loop free."""
     return await asyncio.to_thread(work) if size > LONG_TEXT else work()
-
-
-def _message(at: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With one text as content, which is what templates of texts know; all else goes to the template as it is."""
-    if not isinstance(message.get("role"), str):
-        raise InvalidValue(f"messages[{at}].role={message.get('role')!r} is not a text")
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return {**message, "content": content or ""}
-    if not isinstance(content, list):
-        raise InvalidValue(f"messages[{at}].content is neither a text nor a list of parts")
-    return {**message, "content": "\n".join(_text(at, number, part) for number, part in enumerate(content))}
-
-
-def _text(at: int, number: int, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise InvalidValue(f"messages[{at}].content[{number}] is of type {kind!r}: only parts of type 'text' are taken")
