@@ -86,6 +86,7 @@ assert {*JOBS} <= {*SECTIONS}, "a job that nothing runs"
 LIMIT = 585  # seconds of a whole run that sections' own are for
 LEAST_SECONDS = 20  # that are left when a section is begun
 
+CLAIMS = ("rows", "cases")
 SECONDS = "seconds"  # that a section took, in what its process found
 ALWAYS = {"value", "unit", "floor", "gate", "goal", "gate_met", "kernels"}
 
@@ -196,6 +197,11 @@ class Report:
                 self.values.setdefault(name, {})[kind] = values
             elif isinstance(values, list):
                 self.values[kind] += values
+            elif kind in CLAIMS:
+                before = self.values[kind]
+                for shown, one in values.items():
+                    tests = one["tests"] + before.get(shown, {"tests": 0})["tests"]
+                    before[shown] = {**one, "tests": tests}
             else:
                 self.values[kind] |= values
         show(name, found, seconds)
