@@ -14,6 +14,7 @@ from typing import Any
 
 from perdure.api.errors import InvalidValue, shown
 from perdure.engine.chat_template import Messages, TemplateKwargs, Tools
+from perdure.engine.prompts import is_list
 from perdure.engine.tokenizer import Tokenizer
 
 OUR_NAMES = {
@@ -72,11 +73,6 @@ def all_laid_out(
         except InvalidValue as error:
             found.append(InvalidValue(f"messages[{at}]: {error}"))
     return found
-
-
-def is_list(value: object) -> bool:
-    """Whether it may hold messages: a text is a sequence too, and holds none."""
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def check_tools(tools: Tools | None) -> None:

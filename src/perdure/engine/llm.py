@@ -18,12 +18,12 @@ from perdure.api.event import Event
 from perdure.api.output import Replicas, RequestOutput, Stats
 from perdure.api.request import RequestId
 from perdure.api.sampling import SamplingParams
-from perdure.engine.conversation import all_laid_out, is_list, laid_out
+from perdure.engine.conversation import all_laid_out, laid_out
 from perdure.engine.desk import Desk
 from perdure.engine.handle import REFUSALS, Arrivals, refused_output
 from perdure.engine.pinned import PinnedPrefix
 from perdure.engine.progress import follow
-from perdure.engine.prompts import Prompt, PromptOrError, as_batch, name_of, params_for, submission
+from perdure.engine.prompts import Prompt, PromptOrError, as_batch, is_list, name_of, params_for, submission
 from perdure.engine.scoring import SCORING, Scoring
 from perdure.engine.start import start
 from perdure.engine.text import build_output

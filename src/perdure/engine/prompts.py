@@ -109,6 +109,11 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def is_list(value: object) -> bool:
+    """Whether it may hold several: a text is a sequence too, and holds none."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
 def params_for(
     prompts: Sequence[PromptOrError], given: SamplingParams | Sequence[SamplingParams | None] | None
 ) -> list[SamplingParams]:
@@ -118,7 +123,7 @@ def params_for(
         if given is not None and continues and all(continues):
             raise InvalidValue("sampling_params is given, but a checkpoint goes on with the settings it began with")
         found: list[SamplingParams | None] = [None if one else given or SamplingParams() for one in continues]
-    elif isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+    elif is_list(given):
         found = list(given)
     else:
         raise InvalidValue(f"sampling_params={shown(given)} is neither a SamplingParams nor a list of them")
