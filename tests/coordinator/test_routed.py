@@ -87,6 +87,7 @@ def test_sched(row: str, alpha: float, ttl_s: float, cached: int, make_fleet: Ma
     fleet = make_fleet(steps_in_flight=2, routing=routing)
     client, ids = fleet.client(), prompt(33)
     client.generate([ids], settings())
+    fleet.wait_until(lambda: not any(fleet.owners().values()), "the first is confirmed, and no load of its replica's")
     before = client.stats().num_cached_tokens
 
     async def beside() -> RequestOutput:
