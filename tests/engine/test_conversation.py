@@ -113,6 +113,12 @@ def test_arguments_that_are_objects_or_none_stay(printing: Path) -> None:
         ),
         ([USER], [1], "tools="),
         ([USER], TOOL, "tools="),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 2000}}]}],
+            None,
+            "'f' are not JSON",
+        ),
+        ([{"role": "user", "content": "\ud800"}], None, "not valid Unicode"),
         ([USER, 5], None, r"messages\[1\]=5 is no message"),
         ([{"content": "a"}], None, r"messages\[0\].role=None is not a text"),
         ([{"role": "user"}], None, r"messages\[0\].content is missing"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
 
 from perdure import LLM, SamplingParams
+from perdure.server import prompts
 from tests.server.conftest import Running
 from tests.server.joining import joined_chat
 
@@ -187,3 +190,30 @@ def test_reasoning_stands_apart(server: Running) -> None:
 )
 def test_a_wrong_body_is_refused(server: Running, body: dict[str, Any], words: str) -> None:
     assert words in server.refused(PATH, **body)["message"]
+
+
+LONG = "a " * 20_000
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "is_long"),
+    [
+        ([USER], None, False),
+        ([{**USER, "content": LONG}], None, True),
+        ([{**USER, "content": [{"type": "text", "text": LONG}]}], None, True),
+        ([{"role": LONG, "content": "a"}], None, True),
+        ([USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": LONG}}]}], None, True),
+        ([USER], [{"type": "function", "function": {"name": "f", "description": LONG}}], True),
+    ],
+)
+def test_long_texts_are_laid_out_beside_the_event_loop(messages: Any, tools: Any, is_long: bool) -> None:
+    """Wherever they stand: nobody else waits meanwhile."""
+    threads: list[threading.Thread] = []
+
+    class Watched:
+        def lay_out(self, *_: Any) -> list[int]:
+            threads.append(threading.current_thread())
+            return [1]
+
+    found = asyncio.run(prompts.of_chat(Watched(), messages, tools=tools))  # type: ignore[arg-type]
+    assert found.token_ids == [1] and (threads[0] is not threading.main_thread()) == is_long

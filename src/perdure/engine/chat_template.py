@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from perdure.api.errors import InvalidValue
+from perdure.api.sampling import is_unicode
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
@@ -45,6 +46,13 @@ def render(
         )
 
 
+def checked_text(text: str) -> str:
+    """What messages were laid out as, which must be text that can be made ids."""
+    if not is_unicode(text):
+        raise InvalidValue("messages hold a text that is not valid Unicode")
+    return text
+
+
 def refuse_missing_template() -> NoReturn:
     """For a tokenizer whose files hold no template."""
     raise InvalidValue("this model has no chat template; give a prompt instead of messages")
@@ -57,7 +65,7 @@ def refusing_bad_messages() -> Iterator[None]:
 
     try:
         yield
-    except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
+    except (TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
         raise InvalidValue(f"the chat template refused the messages: {one_line(error)}") from error
 
 

@@ -129,7 +129,7 @@ def _call(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(text) if text.strip() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         name = function.get("name")
-        raise InvalidValue(f"arguments={text!r} of the tool call {name!r} are not JSON ({error})") from None
+        raise InvalidValue(f"arguments={shown(text)} of the tool call {shown(name)} are not JSON ({error})") from None
     return {**call, "function": {**function, "arguments": arguments}}

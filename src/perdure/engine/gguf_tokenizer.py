@@ -18,7 +18,14 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as BPETokenizer
 
 from perdure.api.errors import ModelLoadError
-from perdure.engine.chat_template import Messages, TemplateKwargs, Tools, refuse_missing_template, render
+from perdure.engine.chat_template import (
+    Messages,
+    TemplateKwargs,
+    Tools,
+    checked_text,
+    refuse_missing_template,
+    render,
+)
 from perdure.engine.spelling import SPACE, Spelling
 from perdure.models.gguf_file import GGUFFile
 
@@ -152,7 +159,7 @@ class GGUFTokenizer:
             if token_id is not None
         }
         text = render(self._template, messages, add_generation_prompt, tools, special, template_kwargs)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(checked_text(text), add_special_tokens=False)
 
     def id_to_piece(self, token_id: int) -> str:
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else ""

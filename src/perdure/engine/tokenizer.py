@@ -18,6 +18,7 @@ from perdure.engine.chat_template import (
     Messages,
     TemplateKwargs,
     Tools,
+    checked_text,
     one_line,
     refuse_missing_template,
     refusing_bad_messages,
@@ -133,7 +134,7 @@ class DirectoryTokenizer:
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(checked_text(text), add_special_tokens=False)
 
     def id_to_piece(self, token_id: int) -> str:
         return self._inner.convert_ids_to_tokens(token_id) or ""

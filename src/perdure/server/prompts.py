@@ -64,12 +64,27 @@ async def of_chat(
     """Raises `InvalidValue`."""
     if not messages:
         raise InvalidValue("messages=[] is an empty conversation")
-    size = sum(len(str(one.get("content"))) for one in messages)
+    given = chat_template_kwargs or {}
     return Prompt(
-        await beside(size, lambda: llm.lay_out(messages, add_generation_prompt, tools, chat_template_kwargs or {}))
+        await beside(
+            _size([messages, tools, given]), lambda: llm.lay_out(messages, add_generation_prompt, tools, given)
+        )
     )
 
 
 async def beside(size: int, work: Callable[[], T]) -> T:
     """The work's result; long work leaves the event loop free."""
     return await asyncio.to_thread(work) if size > LONG_TEXT else work()
+
+
+def _size(value: object) -> int:
+    """Characters of all texts in it, and one for whatever else; not counted on beyond LONG_TEXT."""
+    size, left = 0, [value]
+    while left and size <= LONG_TEXT:
+        one = left.pop()
+        if isinstance(one, Mapping):
+            left.extend(one.values())
+        elif isinstance(one, (list, tuple)):
+            left.extend(one)
+        size += len(one) if isinstance(one, str) else 1
+    return size
