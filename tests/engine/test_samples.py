@@ -44,6 +44,20 @@ def test_T46_samples_share_a_prompt_and_nothing_shows(length: int, depth: int, m
     witness("T46-engine", depth=depth, num_samples=len(one.outputs), num_events=len(one.metrics.events))
 
 
+@pytest.mark.parametrize("length", [3, 40])
+@pytest.mark.parametrize("caches", [True, False])
+def test_samples_of_one_token_do_not_wait_for_each_other(length: int, caches: bool, make_llm: MakeLLM) -> None:
+    """Each ends with the prompt, so that none is there to begin from: after the first they compute it side by side."""
+    params = replace(DRAWN, n=100, max_tokens=1)
+    (alone,) = make_llm(**SHARES_NOTHING).generate([prompt(length)], params)
+    llm = make_llm(max_num_seqs=16, max_num_batched_tokens=1024, enable_prefix_caching=caches, check_integrity=True)
+    (result,) = llm.generate([prompt(length)], params)
+    check_equal(result, alone)
+    num_steps = llm.stats().num_steps
+    assert num_steps <= 1 + -(-99 // 16) + 1
+    witness("samples-of-one-token", samples=len(result.outputs), num_steps=num_steps)
+
+
 @pytest.mark.parametrize("kind", ["delta", "cumulative", "final"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_T46_streams_of_each_sample(kind: Any, depth: int, make_llm: MakeLLM, make_async: MakeAsync) -> None:

@@ -1,6 +1,7 @@
 """Tokenizers of directories and GGUF files: recorded ids, one interface, one answer from both, and refusals."""
 
 import json
+import threading
 
 import pytest
 
@@ -218,3 +219,15 @@ def test_a_gguf_needs_no_transformers(smollm2_path):
         assert "transformers" not in sys.modules
     """
     run_python(script, smollm2_path)
+
+
+def test_a_long_text_lets_other_threads_go_on(smollm2):
+    """A server's event loop is one: it stood still for as long as a text took, a second for a million characters."""
+    text, found = "The quick brown fox jumps over the lazy dog. " * 20_000, []
+    worker = threading.Thread(target=lambda: found.append(smollm2.encode(text)))
+    worker.start()
+    num_turns = 0
+    while worker.is_alive():
+        worker.join(0.001)
+        num_turns += 1
+    assert len(found[0]) == 200_001 and num_turns > 20

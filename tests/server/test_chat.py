@@ -217,3 +217,29 @@ def test_long_texts_are_laid_out_beside_the_event_loop(messages: Any, tools: Any
 
     found = asyncio.run(prompts.of_chat(Watched(), messages, tools=tools))  # type: ignore[arg-type]
     assert found.token_ids == [1] and (threads[0] is not threading.main_thread()) == is_long
+
+
+@pytest.mark.parametrize("count", [2, 512])
+def test_many_texts_of_one_body_are_made_ids_of_beside_the_event_loop(count: int) -> None:
+    """Each of them is short, and all together are long."""
+    threads: list[threading.Thread] = []
+
+    class Watched:
+        @property
+        def tokenizer(self) -> Watched:
+            return self
+
+        def encode(self, *_: Any) -> list[int]:
+            threads.append(threading.current_thread())
+            return [len(threads)]
+
+        lay_out = encode
+
+    async def both() -> None:
+        told = await prompts.of_completion(Watched(), ["a " * 50, [7]] * count, True)  # type: ignore[arg-type]
+        assert [one.token_ids for one in told] == [ids for n in range(count) for ids in ([n + 1], [7])]
+        assert len(await prompts.of_chats(Watched(), [[{**USER, "content": "a " * 50}]] * count)) == count  # type: ignore[arg-type]
+
+    asyncio.run(both())
+    assert len(threads) == 2 * count
+    assert all((thread is not threading.main_thread()) == (count > 2) for thread in threads)

@@ -5,6 +5,8 @@
 - With several, one child computes the prompt and the others are held back, outside the queue. When the prompt is
   committed they begin with its pages: full ones by reference, what is left by a copy of the beginning of a page. At
   least one position is left to each: the one that its first token is drawn from.
+- A child that may draw one token ends when the prompt is committed, so nobody could begin with its pages. Once the
+  first has ended, its siblings wait no more: each computes what the prefix cache has not.
 - Which child computes the prompt does not show. It may end or be put aside at any time: then another one does.
 """
 
@@ -109,6 +111,8 @@ class Group:
     def must_wait(self, child: RequestState) -> bool:
         """Whether this waiting child has to leave the prompt to another one now, so that nothing is computed or scored
         twice. That one is resident, or has steps in flight."""
+        if self._is_each_for_itself:
+            return False
         if self.residents:
             return not any(_has_prompt(one) for one in self.residents)
         if not self.num_prompt_scores_missing:
@@ -116,13 +120,21 @@ class Group:
         return any(one.in_flight for one in self.children if one is not child and not one.is_final)
 
     def let_go(self) -> list[RequestState]:
-        """Held children that need wait no more: all once the prompt is there, one if nobody else would compute it."""
+        """Held children that need wait no more: all once the prompt is there, or was there for children that end with
+        it, and one if nobody else would compute it."""
         if not self.held or (self.num_left > len(self.held) and not any(_has_prompt(one) for one in self.residents)):
             return []
-        freed = list(self.held.values()) if self.residents else [next(iter(self.held.values()))]
+        all_go = self.residents or self._is_each_for_itself
+        freed = list(self.held.values()) if all_go else [next(iter(self.held.values()))]
         for child in freed:
             del self.held[child.child]
         return freed
+
+    @property
+    def _is_each_for_itself(self) -> bool:
+        """Whether children end with the prompt, and one has."""
+        has_ended = self.num_left < len(self.children)
+        return has_ended and self.children[0].stops.max_output == 1 and not self.num_prompt_scores_missing
 
     def fork_for(self, child: RequestState, num_found: int, page_size: int) -> Fork | None:
         """What of the prompt this waiting child can take from a sibling, if that is more than the cached pages found;

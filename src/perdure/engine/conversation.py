@@ -18,6 +18,7 @@ from perdure.engine.prompts import is_list
 from perdure.engine.tokenizer import Tokenizer
 
 OUR_NAMES = {
+    "self",
     "messages",
     "conversation",
     "tools",
@@ -52,6 +53,8 @@ def laid_out(
     check_template_kwargs(template_kwargs)
     if not is_list(messages):
         raise InvalidValue(f"messages={shown(messages)} is not a list of messages")
+    if not messages:
+        raise InvalidValue("messages=[] is an empty conversation")
     messages = [_with_objects(_with_text(at, one)) for at, one in enumerate(messages)]
     return tokenizer.apply_chat_template(messages, add_generation_prompt, tools, template_kwargs)
 
@@ -108,11 +111,13 @@ def _with_text(at: int, message: object) -> Mapping[str, Any]:
 
 def _text(at: int, number: int, part: object) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if isinstance(part, Mapping) and kind in TEXTS and isinstance(text := part.get("text"), str):
-        return text
-    raise InvalidValue(
-        f"messages[{at}].content[{number}] is of type {shown(kind)}: only parts of type 'text' are taken"
-    )
+    where = f"messages[{at}].content[{number}]"
+    if not isinstance(part, Mapping) or kind not in TEXTS:
+        raise InvalidValue(f"{where} is of type {shown(kind)}: only parts of type 'text' are taken")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidValue(f"{where}.text={shown(text)} is not a text")
+    return text
 
 
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -136,7 +136,8 @@ class GGUFTokenizer:
         self.adds_bos = bool(wants_bos) and self.bos_token_id is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        # As a batch, and without offsets: other threads go on meanwhile, which they do not beside a text of its own.
+        ids: list[int] = self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if add_special_tokens and self.adds_bos and self.bos_token_id is not None:
             return [self.bos_token_id, *ids]
         return ids

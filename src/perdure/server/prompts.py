@@ -11,7 +11,7 @@ from perdure import AsyncLLM, Checkpoint, InvalidValue
 T = TypeVar("T")
 
 LONG_TEXT = 20_000
-"""Characters beyond which a text is made ids of beside the event loop."""
+"""Characters beyond which the texts of a body are made ids of beside the event loop."""
 
 
 class Prompt(NamedTuple):
@@ -27,30 +27,33 @@ async def of_completion(
 ) -> list[Prompt]:
     """All prompts. Raises `InvalidValue`."""
     if isinstance(given, str):
-        return [await _of_text(llm, given, add_special_tokens)]
+        return await _of_texts(llm, [given], add_special_tokens)
     if not given:
         return [Prompt([])]  # refused like any empty prompt
     if all(isinstance(one, int) for one in given):
         return [Prompt([one for one in given if isinstance(one, int)])]
-    found = []
     for at, one in enumerate(given):
         if isinstance(one, int):
             raise InvalidValue(
                 f"prompt[{at}]={one} is an id beside prompts: a list holds ids, or texts and lists of ids"
             )
-        found.append(Prompt(one) if isinstance(one, list) else await _of_text(llm, one, add_special_tokens))
-    return found
+    of_texts = iter(await _of_texts(llm, [one for one in given if isinstance(one, str)], add_special_tokens))
+    return [Prompt(one) if isinstance(one, list) else next(of_texts) for one in given]
 
 
 def of_checkpoint(past: Checkpoint) -> Prompt:
     return Prompt(past.prompt_token_ids, past.prompt, past)
 
 
-async def _of_text(llm: AsyncLLM, text: str, add_special_tokens: bool) -> Prompt:
+async def _of_texts(llm: AsyncLLM, texts: list[str], add_special_tokens: bool) -> list[Prompt]:
+    if not texts:
+        return []
     tokenizer = llm.tokenizer
     if tokenizer is None:
         raise InvalidValue("prompt is text, but the model came without a tokenizer: give token ids")
-    return Prompt(await beside(len(text), lambda: tokenizer.encode(text, add_special_tokens)), text)
+    return await beside(
+        _size(texts), lambda: [Prompt(tokenizer.encode(text, add_special_tokens), text) for text in texts]
+    )
 
 
 async def of_chat(
@@ -62,13 +65,29 @@ async def of_chat(
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Prompt:
     """Raises `InvalidValue`."""
-    if not messages:
-        raise InvalidValue("messages=[] is an empty conversation")
+    (prompt,) = await of_chats(
+        llm,
+        [messages],
+        add_generation_prompt=add_generation_prompt,
+        tools=tools,
+        chat_template_kwargs=chat_template_kwargs,
+    )
+    return prompt
+
+
+async def of_chats(
+    llm: AsyncLLM,
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[Prompt]:
+    """One prompt for each conversation. Raises `InvalidValue`."""
     given = chat_template_kwargs or {}
-    return Prompt(
-        await beside(
-            _size([messages, tools, given]), lambda: llm.lay_out(messages, add_generation_prompt, tools, given)
-        )
+    return await beside(
+        _size([conversations, tools, given]),
+        lambda: [Prompt(llm.lay_out(one, add_generation_prompt, tools, given)) for one in conversations],
     )
 
 

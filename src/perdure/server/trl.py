@@ -53,7 +53,7 @@ async def chat(front: Front, request: Request) -> Response:
     request.state.words = WORDS
     settings = _settings(body)
     tools, others = body.tools or None, body.chat_template_kwargs
-    asked = [await prompts.of_chat(front.llm, one, tools=tools, chat_template_kwargs=others) for one in body.messages]
+    asked = await prompts.of_chats(front.llm, body.messages, tools=tools, chat_template_kwargs=others)
     if not asked:
         raise InvalidValue("messages=[] holds no conversation")
     return await _generated(front, request, body, settings, asked)
