@@ -1,11 +1,14 @@
 """Tiny checkpoints do what tests rely on: same files from the same seed, clear best logits, varied continuations."""
 
+import json
+
 import pytest
 import torch
 from torch.nn import functional
 
 from perdure.api.errors import InvalidValue
 from perdure.cli import make_tiny as make_tiny_command
+from perdure.engine.tokenizer import load_tokenizer
 from perdure.models.tiny import FAMILIES, make_tiny, make_tiny_llama
 from perdure.models.weights import load_model
 
@@ -52,6 +55,15 @@ SHAPES = [(family, {}) for family in FAMILIES] + [
     ("mistral", {"sliding_window": 5, "softmax_type": "off-by-one"}),
     ("qwen2", {"softmax_type": "learnable"}),
 ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_id_of_a_text_is_beyond_the_vocabulary(tmp_path, family):
+    """Whatever the tokenizer is that transformers takes for this family."""
+    directory = make_tiny(family, tmp_path)
+    tokenizer = load_tokenizer(directory)
+    ids = tokenizer.encode("a<|endoftext|></s><unk><pad>")
+    assert max(ids) < json.loads((directory / "config.json").read_text())["vocab_size"]
 
 
 @pytest.mark.parametrize(("family", "shape"), SHAPES, ids=str)

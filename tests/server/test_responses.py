@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+import requests
 
 from tests.server.conftest import Running
 from tests.server.test_chat import CALL, THINKING, TOOL, saying
@@ -125,6 +126,12 @@ def test_a_wrong_body_is_refused(server: Running, body: dict[str, Any], words: s
     assert words in server.refused(PATH, **body)["message"]
 
 
+def test_a_body_nested_too_deeply_is_no_fault_of_its_json(server: Running) -> None:
+    data = b'{"input": "a", "chat_template_kwargs": {"a": ' + b"[" * 5000 + b"]" * 5000 + b"}}"
+    answer = requests.post(f"{server.url}{PATH}", data=data, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and "the body is nested more deeply" in answer.json()["error"]["message"]
+
+
 def test_a_fault_names_the_field_that_the_client_gave(server: Running) -> None:
     """In the words of each endpoint, also where it is found once the answer would have begun."""
     wrong = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "strin"}}}
@@ -132,6 +139,8 @@ def test_a_fault_names_the_field_that_the_client_gave(server: Running) -> None:
     for path, body, field in (
         (PATH, {"input": "a", "text": {"format": WRONG}, "stream": True}, "text.format.schema"),
         (PATH, {"input": "a", "structured_outputs": {"json": {"type": "strin"}}}, "structured_outputs"),
+        (PATH, {"input": [{"content": "a", "role": 5}]}, "input[0]"),
+        (PATH, {"input": [*messages, {"role": "user"}], "instructions": "be good"}, "input[1]"),
         (
             "/v1/chat/completions",
             {"messages": messages, "response_format": wrong},

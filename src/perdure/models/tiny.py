@@ -248,6 +248,8 @@ def _write_tokenizer(directory: Path, vocab_size: int, max_length: int) -> None:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": BOS,
             "eos_token": EOS,
+            "pad_token": EOS,  # what a family's own tokenizer would add ids for
+            "unk_token": EOS,
             "model_max_length": max_length,
             "clean_up_tokenization_spaces": False,
             "chat_template": CHAT_TEMPLATE,

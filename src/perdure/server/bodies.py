@@ -54,7 +54,9 @@ def decode(data: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise _refusal(data, str(error), kind) from None
-    except (msgspec.DecodeError, RecursionError) as error:
+    except RecursionError:
+        raise HTTPError(400, "the body is nested more deeply than is read here") from None
+    except msgspec.DecodeError as error:
         raise HTTPError(400, f"the body is no JSON: {error}") from None
 
 

@@ -88,7 +88,7 @@ def as_http(error: Exception, words: Words = MappingProxyType({})) -> HTTPError:
 def _in_words(message: str, words: Words) -> tuple[str, str | None]:
     """What is said, and of which field."""
     for ours, theirs in words.items():
-        if re.match(rf"{re.escape(ours)}[=.\[ ]", message):
+        if message.startswith(ours) and message[len(ours) :].startswith(("=", ".", "[", " ")):
             return theirs + message.removeprefix(ours), theirs
     found = _FIELD.match(message)
     return message, found[1] if found and found[1] in _FIELDS else None

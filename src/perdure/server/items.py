@@ -23,11 +23,14 @@ from perdure.server.protocol.responses import (
 )
 
 
-def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """Raises `InvalidValue`."""
+def messages_of(
+    given: str | Sequence[Mapping[str, Any]], instructions: str | None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages, and where each was begun, in the client's words. Raises `InvalidValue`."""
     found: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    places = ["instructions"] * len(found)
     if isinstance(given, str):
-        return [*found, {"role": "user", "content": given}]
+        return [*found, {"role": "user", "content": given}], [*places, "input"]
     for at, item in enumerate(given):
         kind = item.get("type", "message")
         if kind == "message":
@@ -46,7 +49,8 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
             found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         else:
             raise InvalidValue(f"input[{at}] is of type {str(kind)[:40]!r}: messages and calls of functions are taken")
-    return found
+        places += [f"input[{at}]"] * (len(found) - len(places))
+    return found, places
 
 
 def _is_open(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -63,7 +63,8 @@ async def responses(front: Front, request: Request) -> Response:
     template_kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         template_kwargs.setdefault("reasoning_effort", body.reasoning.effort)
-    messages = messages_of(body.input, body.instructions)
+    messages, places = messages_of(body.input, body.instructions)
+    request.state.words = {**request.state.words, **{f"messages[{at}]": place for at, place in enumerate(places)}}
     if not messages:
         raise HTTPError(400, "input=[] is an empty conversation", param="input")
     prompt = await prompts.of_chat(
