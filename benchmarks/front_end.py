@@ -1,13 +1,13 @@
 """What a streamed chunk costs a front end: CPU time of its process, all threads included, as the kernel counts it.
 
-python benchmarks/front_end.py [--streams 32] [--tokens 64] [--requests 128] [--interval-ms 20] [--turns 1]
+python benchmarks/front_end.py [--streams 32] [--tokens 64] [--requests 128] [--interval-ms 20]
 
 The engine is elsewhere and costs nothing: a coordinator in a process of its own, and so a replica that gives every
 request a token each interval (0 = at once). `perdure serve --connect` is the front end. Its clients are here: each
 reads one stream after another from a connection of its own.
 
 A microsecond is worth more on one machine than on another, and on a shared one from minute to minute. So a server that
-streams and does nothing else is measured in turns with it, whose chunks are what uvicorn and starlette take.
+streams and does nothing else is measured just before it, whose chunks are what uvicorn and starlette take.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from perdure.engine.replica import Details
 from perdure.models.tiny import make_tiny_llama
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-BESIDE = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 LETTERS = [70, 75, 68, 77, 80, 83, 79, 69]
 """Ids of the tiny model's letters, so that each token is text."""
 
@@ -70,7 +70,7 @@ class Server:
     """A process that says on its standard error at which port it serves."""
 
     def __init__(self, *command: str) -> None:
-        paths = [str(BESIDE / "src"), str(BESIDE)]
+        paths = [str(ROOT / "src"), str(ROOT)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen([sys.executable, "-m", *command], env=env, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
@@ -152,20 +152,13 @@ def measure(server: Server, path: str, streams: int, num_requests: int) -> dict[
     return {"us_a_chunk": 1e6 * cpu_s / num_chunks, "chunks": num_chunks, "cpu_s": cpu_s}
 
 
-def measure_in_turns(
-    server: Server, plain: Server, streams: int, num_requests: int, turns: int
-) -> dict[str, dict[str, Any]]:
-    """The cheapest of so many turns, by path; times_plain: by the cheapest of the plain server's in the same turns."""
-    found: dict[str, list[dict[str, Any]]] = {COMPLETIONS: [], CHAT: []}
-    plainly = []
-    for _ in range(turns):
-        plainly.append(measure(plain, COMPLETIONS, streams, num_requests)["us_a_chunk"])
-        for path, measured in found.items():
-            measured.append(measure(server, path, streams, num_requests))
-    best = {path: min(measured, key=lambda one: one["us_a_chunk"]) for path, measured in found.items()}
+def measure_beside(server: Server, plain: Server, streams: int, num_requests: int) -> dict[str, dict[str, Any]]:
+    """The same by path, with what the plain server's cost just before; times_plain: divided by that."""
+    plain_us = measure(plain, COMPLETIONS, streams, num_requests)["us_a_chunk"]
+    found = {path: measure(server, path, streams, num_requests) for path in (COMPLETIONS, CHAT)}
     return {
-        path: {**one, "plain_us_a_chunk": min(plainly), "times_plain": one["us_a_chunk"] / min(plainly)}
-        for path, one in best.items()
+        path: {**one, "plain_us_a_chunk": plain_us, "times_plain": one["us_a_chunk"] / plain_us}
+        for path, one in found.items()
     }
 
 
@@ -183,7 +176,7 @@ def _read(port: int, path: str, streams: int, num_requests: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("streams", 32), ("tokens", 64), ("requests", 128), ("turns", 1)):
+    for name, value in (("streams", 32), ("tokens", 64), ("requests", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--interval-ms", type=float, default=20.0)
     parser.add_argument("--model", help="a directory whose tokenizer and template are taken")
@@ -191,14 +184,14 @@ def main() -> None:
     args = parser.parse_args()
     interval_s = args.interval_ms / 1e3
     with front_end(args.tokens, interval_s, args.model) as server, plain_server(args.tokens, interval_s) as plain:
-        found = measure_in_turns(server, plain, args.streams, args.requests, args.turns)
+        found = measure_beside(server, plain, args.streams, args.requests)
     for path, one in found.items():
         print(
             f"{path}, {args.streams} streams: {one['us_a_chunk']:.0f} us of CPU a chunk, of {one['chunks']}; "
             f"{one['times_plain']:.2f} times one of a server that only streams ({one['plain_us_a_chunk']:.0f} us)"
         )
     if args.json is not None:
-        workload = {name: getattr(args, name) for name in ("streams", "requests", "tokens", "interval_ms", "turns")}
+        workload = {name: getattr(args, name) for name in ("streams", "requests", "tokens", "interval_ms")}
         args.json.write_text(json.dumps({"workload": workload, "cores": os.cpu_count(), **found}, indent=1) + "\n")
 
 

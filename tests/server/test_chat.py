@@ -195,6 +195,23 @@ def test_a_wrong_body_is_refused(server: Running, body: dict[str, Any], words: s
 LONG = "a " * 20_000
 
 
+class Watched:
+    """An engine and its tokenizer in one. threads: those that made something ids, which are how many had before."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+    @property
+    def tokenizer(self) -> Watched:
+        return self
+
+    def encode(self, *_: Any) -> list[int]:
+        self.threads.append(threading.current_thread())
+        return [len(self.threads)]
+
+    lay_out = encode
+
+
 @pytest.mark.parametrize(
     ("messages", "tools", "is_long"),
     [
@@ -208,38 +225,21 @@ LONG = "a " * 20_000
 )
 def test_long_texts_are_laid_out_beside_the_event_loop(messages: Any, tools: Any, is_long: bool) -> None:
     """Wherever they stand: nobody else waits meanwhile."""
-    threads: list[threading.Thread] = []
-
-    class Watched:
-        def lay_out(self, *_: Any) -> list[int]:
-            threads.append(threading.current_thread())
-            return [1]
-
-    found = asyncio.run(prompts.of_chat(Watched(), messages, tools=tools))  # type: ignore[arg-type]
-    assert found.token_ids == [1] and (threads[0] is not threading.main_thread()) == is_long
+    watched: Any = Watched()
+    (found,) = asyncio.run(prompts.of_chats(watched, [messages], tools=tools))
+    assert found.token_ids == [1] and (watched.threads[0] is not threading.main_thread()) == is_long
 
 
 @pytest.mark.parametrize("count", [2, 512])
 def test_many_texts_of_one_body_are_made_ids_of_beside_the_event_loop(count: int) -> None:
     """Each of them is short, and all together are long."""
-    threads: list[threading.Thread] = []
-
-    class Watched:
-        @property
-        def tokenizer(self) -> Watched:
-            return self
-
-        def encode(self, *_: Any) -> list[int]:
-            threads.append(threading.current_thread())
-            return [len(threads)]
-
-        lay_out = encode
+    watched: Any = Watched()
 
     async def both() -> None:
-        told = await prompts.of_completion(Watched(), ["a " * 50, [7]] * count, True)  # type: ignore[arg-type]
+        told = await prompts.of_completion(watched, ["a " * 50, [7]] * count, True)
         assert [one.token_ids for one in told] == [ids for n in range(count) for ids in ([n + 1], [7])]
-        assert len(await prompts.of_chats(Watched(), [[{**USER, "content": "a " * 50}]] * count)) == count  # type: ignore[arg-type]
+        assert len(await prompts.of_chats(watched, [[{**USER, "content": "a " * 50}]] * count)) == count
 
     asyncio.run(both())
-    assert len(threads) == 2 * count
-    assert all((thread is not threading.main_thread()) == (count > 2) for thread in threads)
+    assert len(watched.threads) == 2 * count
+    assert all((thread is not threading.main_thread()) == (count > 2) for thread in watched.threads)

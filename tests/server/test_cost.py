@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.front_end import CHAT, COMPLETIONS, front_end, measure_in_turns, plain_server
+from benchmarks.front_end import CHAT, COMPLETIONS, front_end, measure_beside, plain_server
 
 from tests.witness import witness
 
@@ -19,7 +19,7 @@ def test_what_a_streamed_chunk_costs() -> None:
     tried = []
     with front_end(num_tokens=64, interval_s=0.02) as server, plain_server(64, 0.02) as plain:
         while len(tried) < TURNS and (not tried or _times_plain(tried[-1]) >= MOST_TIMES_PLAIN):
-            tried.append(measure_in_turns(server, plain, streams=32, num_requests=64, turns=1))
+            tried.append(measure_beside(server, plain, streams=32, num_requests=64))
     best = min(tried, key=_times_plain)
     assert _times_plain(best) < MOST_TIMES_PLAIN, tried
     witness(

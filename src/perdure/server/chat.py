@@ -39,9 +39,9 @@ async def chat_completions(front: Front, request: Request) -> Response:
     calling = Calling.of(body.tools, body.tool_choice, body.parallel_tool_calls, front.convention)
     request.state.words = params.words_of(body)
     settings = params.of_chat(body, calling.structure)
-    prompt = await prompts.of_chat(
+    (prompt,) = await prompts.of_chats(
         front.llm,
-        body.messages,
+        [body.messages],
         add_generation_prompt=body.add_generation_prompt is not False,
         tools=calling.shown,
         chat_template_kwargs=_template_kwargs(body),

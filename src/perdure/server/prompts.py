@@ -56,25 +56,6 @@ async def _of_texts(llm: AsyncLLM, texts: list[str], add_special_tokens: bool) -
     )
 
 
-async def of_chat(
-    llm: AsyncLLM,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool = True,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> Prompt:
-    """Raises `InvalidValue`."""
-    (prompt,) = await of_chats(
-        llm,
-        [messages],
-        add_generation_prompt=add_generation_prompt,
-        tools=tools,
-        chat_template_kwargs=chat_template_kwargs,
-    )
-    return prompt
-
-
 async def of_chats(
     llm: AsyncLLM,
     conversations: Sequence[Sequence[Mapping[str, Any]]],

@@ -67,9 +67,9 @@ async def responses(front: Front, request: Request) -> Response:
     request.state.words = {**request.state.words, **{f"messages[{at}]": place for at, place in enumerate(places)}}
     if not messages:
         raise HTTPError(400, "input=[] is an empty conversation", param="input")
-    prompt = await prompts.of_chat(
+    (prompt,) = await prompts.of_chats(
         front.llm,
-        messages,
+        [messages],
         tools=calling.shown,
         chat_template_kwargs=template_kwargs,
     )

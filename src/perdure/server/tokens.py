@@ -22,9 +22,9 @@ async def tokenize(front: Front, request: Request) -> Response:
     if body.prompt is not None:
         (prompt,) = await prompts.of_completion(front.llm, body.prompt, body.add_special_tokens)
     else:
-        prompt = await prompts.of_chat(
+        (prompt,) = await prompts.of_chats(
             front.llm,
-            body.messages or [],
+            [body.messages or []],
             add_generation_prompt=body.add_generation_prompt,
             tools=None if body.tools is None else [shown(tool) for tool in body.tools],
             chat_template_kwargs=body.chat_template_kwargs,
